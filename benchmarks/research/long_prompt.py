@@ -49,6 +49,7 @@ class LongPromptSettings:
     num_prompt_tokens: int
     num_turns: int
     temperature: float
+    local_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +153,23 @@ def main(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4000,
     turns: Annotated[int, typer.Option(min=1, help="How often it is sent.")] = 7,
     temperature: Annotated[float, typer.Option(min=0, help="The readers'.")] = 1.0,
+    local_stages: Annotated[int, typer.Option(min=1, help="Stages that the target is cut into.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)] = None,
 ) -> None:
     """Measure how long streams wait while a long prompt of somebody else is forwarded."""
     report.check_output(output)
     require_worker_extra()
     console = report.new_console()
-    settings = LongPromptSettings(target, draft, mode, threads, readers, prompt_tokens, turns, temperature)
+    settings = LongPromptSettings(
+        target, draft, mode, threads, readers, prompt_tokens, turns, temperature, local_stages
+    )
     pair = Pair(target=target, draft=draft or EMBEDDED)
     with ExitStack() as scope:
-        workers = [worker(role, threads, pair, "--sessions", str(readers + 1)) for role in _roles(draft)]
+        options = ("--sessions", str(readers + 1))
+        cut = ("--local-stages", str(local_stages)) if local_stages > 1 else ()
+        workers = [worker("target", threads, pair, *options, *cut)]
+        if draft is not None:
+            workers.append(worker("draft", threads, pair, *options))
         for each in workers:
             scope.callback(each.end)
         addresses = [each.wait_ready() for each in workers]
@@ -186,7 +194,3 @@ def main(
         "turns": [asdict(turn) for turn in found],
     }
     report.emit(record, output)
-
-
-def _roles(draft: str | None) -> list[str]:
-    return ["target"] if draft is None else ["target", "draft"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,27 +173,36 @@ class Task:
         assert self.sequence is not None, "a task that is ready has one"
         first, base_length = self.num_forwarded, self.sequence.base_length
         tokens = self.sequence.token_ids[first : first + count]
-        num_logits = max(1, self._num_logits_of(count))
-        return SequenceInput(self.sequence.slot, base_length + first, tokens, num_logits=num_logits)
+        num_logits, request = self._num_logits_of(count), self.sequence.head_request
+        if request is not None:
+            request = request.of_rows(max(0, -self._num_before_logits), num_logits) if num_logits > 0 else None
+        return SequenceInput(self.sequence.slot, base_length + first, tokens, None, max(1, num_logits), request)
 
     def _num_logits_of(self, count: int) -> int:
         # Rows of the forward: [no logits | num_logits of them), of which the part is [first, first + count).
+        return count - max(0, self._num_before_logits)
+
+    @property
+    def _num_before_logits(self) -> int:
+        """Rows still to be forwarded before the first one whose logits are wanted; negative behind it."""
         assert self.sequence is not None, "a task that is ready has one"
-        first, start = self.num_forwarded, len(self.sequence.token_ids) - self.sequence.num_logits
-        return first + count - max(first, start)
+        return len(self.sequence.token_ids) - self.sequence.num_logits - self.num_forwarded
 
     def take_part(self, count: int, logits: Tensor) -> Tensor | None:
         """Count the next rows of its forward as done; return the logits of the forward with its last part."""
-        has_logits = self._num_logits_of(count) > 0
+        assert self.sequence is not None, "a task that is ready has one"
+        has_logits, request = self._num_logits_of(count) > 0, self.sequence.head_request
         self.num_forwarded += count
         self.times.ready_s = time.perf_counter()
         if self.num_rows > 0:
-            if has_logits:
-                self.parts.append(logits.clone())  # the runner may write the next ones into the same memory
+            if has_logits:  # the runner may write the next ones into the same memory
+                self.parts.append(logits.clone() if request is None else logits)
             return None
         self.num_forwarded, parts = 0, [*self.parts, logits]
         self.parts.clear()
-        return torch.cat(parts) if len(parts) > 1 else logits
+        if len(parts) == 1:
+            return logits
+        return torch.cat(parts) if request is None else request.join(parts)
 
     def join(self) -> asyncio.Future[TaskOutcome]:
         """Return a future of the outcome; if too many wait for a round, the oldest is sent away."""
@@ -260,13 +269,16 @@ _ALL: Mapping[Task, int] = {}
 class Batch:
     """The tasks of one step with their sequences, in the same order; its forward begins when it is made.
 
-    `parts` says of some tasks how many of their next rows go; the others go with all.
+    `parts` says of some tasks how many of their next rows go; the others go with all. A batch that was under way while
+    another one was `is_overlapped`: its time is not its own.
     """
 
-    __slots__ = ("parts", "sequences", "start_s", "tasks")
+    __slots__ = ("is_overlapped", "parts", "sequences", "start_s", "tasks")
 
-    def __init__(self, tasks: Sequence[Task], parts: Mapping[Task, int] = _ALL) -> None:
-        self.tasks, self.parts = tasks, parts
+    def __init__(self, tasks: Sequence[Task], parts: Mapping[Task, int] = _ALL, beside: Collection[Batch] = ()) -> None:
+        self.tasks, self.parts, self.is_overlapped = tasks, parts, bool(beside)
+        for other in beside:
+            other.is_overlapped = True
         self.sequences: list[SequenceInput] = []
         self.start_s = time.perf_counter()
         for task in tasks:

@@ -21,7 +21,7 @@ from specsplit.engine.batch import WorkStatistics, at_once
 from specsplit.engine.callers import caller_of, is_of
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
-from specsplit.engine.measure import measure, trial
+from specsplit.engine.measure import Probe
 from specsplit.engine.preemption import Preemption
 from specsplit.engine.quotas import CallerQuotas
 from specsplit.engine.row_budget import KVStatistics
@@ -52,6 +52,7 @@ class Engine:
 
     _name: ClassVar[str]
     """The engine's name in errors and spans."""
+    _probe: ClassVar[Probe] = Probe()
 
     def __init__(
         self,
@@ -70,9 +71,8 @@ class Engine:
             model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release, on_free=self._admission.slot_freed
         )
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
-        self._background = BackgroundWork(
-            self._admission, self._sessions.slots, leaves_one=model.runner.max_pending > 1
-        )
+        keeps_slots = model.runner.max_pending > 1
+        self._background = BackgroundWork(self._admission, self._sessions.slots, leaves_one=keeps_slots)
         self._now = clock.now if clock is not None else time.monotonic
         self.quotas = CallerQuotas(partial(kept_sessions, self._sessions), self._sessions.params_of, self._now)
         scheduler = self._work.scheduler
@@ -83,8 +83,9 @@ class Engine:
 
     def open_queue(self, max_waiting: int | None = None) -> None:
         """Let so many openings wait for a slot, by default QUEUE_PER_SESSION for each slot; the next one is refused."""
-        default = QUEUE_PER_SESSION * self._model.max_sessions
-        self._admission.max_waiting = default if max_waiting is None else max_waiting
+        self._admission.max_waiting = (
+            QUEUE_PER_SESSION * self._model.max_sessions if max_waiting is None else max_waiting
+        )
 
     def reuse_prefixes(self, among: PrefixReuse) -> None:
         """Let sessions begin with rows of others of the same first tokens: of the same caller, of all, or never."""
@@ -97,7 +98,7 @@ class Engine:
 
     async def measure(self) -> None:
         """Measure forwards by their rows; the identity names their times from then on."""
-        step_times, _ = await self._work.run(None, measure(self._model, self._sessions))
+        step_times, _ = await self._work.run(None, self._probe.measure(self._model, self._sessions))
         self._identity = replace(self._identity, step_times=step_times)
         self.pace_steps(StepTimes.from_start(step_times))
 
@@ -135,7 +136,7 @@ class Engine:
     async def check_device(self) -> None:
         """Forward one token in a slot of no session if the last step failed; raises what that forward raises."""
         if self._work.is_in_doubt:
-            await self._work.run(None, trial(self._model, self._sessions))
+            await self._work.run(None, self._probe.trial(self._model, self._sessions))
 
     async def sweep(self) -> int:
         """Free the sessions that have expired and return how many they were."""
@@ -215,8 +216,7 @@ class Engine:
 
     async def _take_slot(self, turn: Turn) -> bool:
         """Try to give the session a slot before its first turn."""
-        is_open, _ = await self._work.run(None, at_once(partial(self._sessions.try_open, turn)))
-        return is_open
+        return (await self._work.run(None, at_once(partial(self._sessions.try_open, turn))))[0]
 
     async def _do(self, action: Callable[[], object]) -> None:
         """Do `action` on the executor, if the worker is still there."""

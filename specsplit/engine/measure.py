@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator
+from typing import ClassVar
 
 from torch import Tensor
 
 from specsplit.core.errors import ModelDamaged
 from specsplit.engine.session import SessionTable
 from specsplit.engine.slots import Loan
+from specsplit.model.attention.head_work import HeadWork
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 
@@ -25,36 +27,45 @@ BUDGET_S = 0.5
 StepTimes = tuple[tuple[int, float], ...]
 
 
-def measure(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput, Tensor, StepTimes]:
-    """Return the seconds of a forward by its rows, ascending, for as many sizes as `BUDGET_S` allows, at least one.
+class Probe:
+    """Does the forwards of no session. One for a head in another process overrides what is about logits."""
 
-    Raises:
-        NoFreeSlot: every slot is in use.
-    """
-    limit = min(model.context, model.node_limit + 1)
-    sizes = [rows for rows in _ROWS if rows <= limit]
-    times: dict[int, float] = {}
-    end_s = time.perf_counter() + BUDGET_S
-    with sessions.slots.borrowed(Loan(limit)) as slot:
-        # The first forward of all warms caches up and is never the best.
-        for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
-            if number >= _NUM_FIRST and time.perf_counter() > end_s:
-                break
-            start_s = time.perf_counter()
-            # Each forward starts at row 0 again: what it writes is nobody's, and no length has to be set back.
-            yield SequenceInput(slot.index, 0, [0] * rows, num_logits=rows)
-            times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
-    return tuple(sorted(times.items()))
+    head_request: ClassVar[HeadWork | None] = None
+    """Goes with the rows, so that such a head has its part in times and trials."""
 
+    def are_numbers(self, logits: Tensor) -> bool:
+        """Whether logits, or what came in their place, are whole."""
+        return not bool(logits.isnan().any())
 
-def trial(model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput, Tensor, None]:
-    """Forward one token in a slot of no session.
+    def measure(self, model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput, Tensor, StepTimes]:
+        """Return the seconds of a forward by its rows, ascending, for as many sizes as `BUDGET_S` allows, at least one.
 
-    Raises:
-        ModelDamaged: its logits are not numbers.
-        NoFreeSlot: every slot is in use.
-    """
-    with sessions.slots.borrowed(Loan(1)) as slot:
-        logits = yield SequenceInput(slot.index, 0, [0])
-    if bool(logits.isnan().any()):
-        raise ModelDamaged(f"{model.name} computes logits that are not numbers.")
+        Raises:
+            NoFreeSlot: every slot is in use.
+        """
+        limit = min(model.context, model.node_limit + 1)
+        sizes = [rows for rows in _ROWS if rows <= limit]
+        times: dict[int, float] = {}
+        end_s = time.perf_counter() + BUDGET_S
+        with sessions.slots.borrowed(Loan(limit)) as slot:
+            # The first forward of all warms caches up and is never the best.
+            for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
+                if number >= _NUM_FIRST and time.perf_counter() > end_s:
+                    break
+                start_s = time.perf_counter()
+                # Each forward starts at row 0 again: what it writes is nobody's, and no length has to be set back.
+                yield SequenceInput(slot.index, 0, [0] * rows, None, rows, self.head_request)
+                times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
+        return tuple(sorted(times.items()))
+
+    def trial(self, model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput, Tensor, None]:
+        """Forward one token in a slot of no session.
+
+        Raises:
+            ModelDamaged: its logits are not numbers.
+            NoFreeSlot: every slot is in use.
+        """
+        with sessions.slots.borrowed(Loan(1)) as slot:
+            logits = yield SequenceInput(slot.index, 0, [0], head_request=self.head_request)
+        if not self.are_numbers(logits):
+            raise ModelDamaged(f"{model.name} computes logits that are not numbers.")

@@ -21,7 +21,9 @@ class OfferedTree(SequenceInput):
 
     def __init__(self, entry: SequenceInput, proposal: Proposal, parents: Sequence[int]) -> None:
         """Offer `entry`, which ends with the nodes of `proposal`; `parents` are theirs as indices, -1 for the root."""
-        super().__init__(entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits)
+        super().__init__(
+            entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits, entry.head_request
+        )
         first = proposal.first_node
         self.proposal, self.parents_left = proposal, parents
         self.numbers: Sequence[int] = range(first, first + len(parents))
@@ -42,9 +44,8 @@ class OfferedTree(SequenceInput):
         parents = None if self.parents is None else _among(rows, self.parents)
         if parents is not None and is_chain(parents):
             parents = None
-        return SequenceInput(
-            self.slot, self.base_length, [*self.token_ids[:num_first], *tokens], parents, num_logits=len(kept) + 1
-        )
+        token_ids = [*self.token_ids[:num_first], *tokens]
+        return SequenceInput(self.slot, self.base_length, token_ids, parents, len(kept) + 1, self.head_request)
 
 
 def path_log_probs(parents: Sequence[int], log_probs: Sequence[float]) -> list[float]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from specsplit.core.defaults import DEFAULT_PRIORITY
+from specsplit.core.record import record
 from specsplit.core.types import SessionParams
 from specsplit.engine.admission import aged
 from specsplit.engine.batch import num_attended
@@ -68,6 +69,21 @@ class Cuttable(Protocol):
 
 
 P = TypeVar("P", bound=Cuttable)
+
+
+@record
+class _Pace:
+    """The rounds whose time a step with prompts is measured by."""
+
+    num_sessions: int
+    num_rows: int
+    num_pairs: float
+    """Pairs of a row and a token that it attends to."""
+
+
+def _pace(rounds: Sequence[Cuttable]) -> _Pace:
+    num_pairs = sum(num_attended(task.num_rows, task.context) for task in rounds)
+    return _Pace(len(rounds), sum(task.num_rows for task in rounds), num_pairs)
 
 
 class ContextCost:
@@ -148,40 +164,45 @@ class PromptBudget:
 
         The step may take `least_s`, however much slower than its rounds alone that is.
         """
+        return self._room(rounds, _pace(rounds), context, least_s)
+
+    def _room(self, rounds: Sequence[Cuttable], pace: _Pace, context: int, least_s: float) -> int:
+        """Return the same for a step of these rounds that keeps a pace, which may be that of others as well."""
         round_rows = sum(task.num_rows for task in rounds)
         most = MAX_STEP_ROWS
         if self.max_rows is not None:
             most = max(self.max_rows - round_rows, min(LEAST_PROMPT_ROWS, self.max_rows))
-        if not rounds or self.times is None:
+        if not pace.num_sessions or self.times is None:
             return most
         # The longest context of all prompts that wait counts: which of them the turn is on is not known yet.
-        longest_s = max(MOST_SLOWDOWN * self._seconds(rounds, 0, context), least_s)
-        fitting = (rows for rows in _CHOICES if self._seconds(rounds, rows, context) <= longest_s)
+        longest_s = max(MOST_SLOWDOWN * self._seconds(pace, 0, context), least_s)
+        fitting = (rows for rows in _CHOICES if self._seconds(pace, rows, context) <= longest_s)
         return min(next(fitting, LEAST_PROMPT_ROWS), most)
 
-    def _seconds(self, rounds: Sequence[Cuttable], prompt_rows: int, context: int) -> float:
+    def _seconds(self, pace: _Pace, prompt_rows: int, context: int) -> float:
         """Return the seconds of a step of these rounds and so many rows of a prompt behind `context` tokens."""
         assert self.times is not None, "called once times are measured"
         cost, is_beside = self.cost, prompt_rows > 0
-        num_pairs = sum(num_attended(task.num_rows, task.context) for task in rounds)
-        num_pairs += num_attended(prompt_rows, context)
-        rows = sum(task.num_rows for task in rounds) + prompt_rows
-        return self.times.seconds(rows) + (len(rounds) + is_beside) * cost.session_s + num_pairs * cost.pair_s
+        num_pairs = pace.num_pairs + num_attended(prompt_rows, context)
+        rows_s = self.times.seconds(pace.num_rows + prompt_rows)
+        return rows_s + (pace.num_sessions + is_beside) * cost.session_s + num_pairs * cost.pair_s
 
-    def share_out(self, tasks: Sequence[P]) -> dict[P, int]:
+    def share_out(self, tasks: Sequence[P], beside: Sequence[Cuttable] = (), num_expected: int = 0) -> dict[P, int]:
         """Return how many of their next rows the prompts among the tasks take; 0 for one that waits.
 
-        Tasks that cannot be cut go whole. Those of no session take what the others leave of a step that keeps the pace
-        of its rounds: they may come without end, and nobody waits for their next token. Every few steps the others
-        leave a little in any case.
+        The step keeps the pace of the rounds `beside` it in other steps, too; where there are none at all, of sessions
+        that are expected back. Tasks that cannot be cut go whole. Those of no session take what the others leave of a
+        step that keeps the pace of its rounds: they may come without end, and nobody waits for their next token. Every
+        few steps the others leave a little in any case.
         """
         prompts = [task for task in tasks if task.can_be_cut]
         if not prompts:
             return {}
         rounds = [task for task in tasks if not task.can_be_cut]
+        pace = _pace([*rounds, *beside]) if rounds or beside else _Pace(num_expected, num_expected, 0.0)
         outside = [task for task in prompts if task.session is None]
         context = max(task.context for task in prompts)
-        room = self.prompt_rows(rounds, context, _least_step_s(prompts))
+        room = self._room(rounds, pace, context, _least_step_s(prompts))
         left_out = min(LEAST_PROMPT_ROWS, room) if outside and self._num_passes >= MOST_PASSES else 0
         # [ rounds, whole | room: caller a's prompts by rank | caller b's | ... ]; a turn may go on in the next step.
         by_caller: dict[str, list[P]] = {}
@@ -195,7 +216,7 @@ class PromptBudget:
                 shares[task] = min(self._chunk(task), granted[caller])
                 granted[caller] -= shares[task]
         if outside:
-            left = max(self.prompt_rows(rounds, context, 0.0) - sum(shares.values()), left_out)
+            left = max(self._room(rounds, pace, context, 0.0) - sum(shares.values()), left_out)
             self._num_passes = self._num_passes + 1 if not left else 0
             for task in outside:
                 shares[task] = min(self._chunk(task), left)

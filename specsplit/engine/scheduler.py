@@ -43,7 +43,8 @@ class Scheduler:
         self, runner: Runner, executor: Executor, *, name: str, on_end: Callable[[Task, TaskOutcome | None], None]
     ) -> None:
         """Call `on_end` on the event loop with every task that ends, except for those that run inline."""
-        self.health, self.budget, self.counts = DeviceHealth(), StepBudget(), StepCounts()
+        self.health, self.counts = DeviceHealth(), StepCounts()
+        self.budget = StepBudget(expects_company=executor.can_wait or runner.max_pending > 1)
         self.memory: Preemption | None = None
         self.now: Callable[[], float] = time.monotonic  # the clock of the tasks' deadlines
         self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
@@ -72,7 +73,7 @@ class Scheduler:
     def add(self, task: Task) -> None:
         """Let a task begin in the next step."""
         self._arrived.append(task)
-        if self._executor.can_wait:
+        if self.budget.expects_company:
             self.budget.came(task)
 
     def step(self) -> None:
@@ -139,9 +140,9 @@ class Scheduler:
         if not ready or len(self._pending) >= self._runner.max_pending:
             return None
         parts = {task: task.num_rows for task in ready if task.num_forwarded}
-        if (len(ready) > 1 and self._runner.max_pending == 1) or self.budget.prompts.is_limited:
-            ready, parts = self.budget.share_out(ready)  # a chain without limits cuts prompts into packets by itself
-        return Batch(ready, parts)
+        if len(ready) > 1 or self._pending or self.budget.limits(ready[0]):
+            ready, parts = self.budget.share_out(ready, self._pending)
+        return Batch(ready, parts, self._pending)
 
     def _run(self, batch: Batch) -> list[Tensor] | None:
         """Return the batch's logits; None if it is pending elsewhere, or failed, which ends its tasks."""
@@ -206,12 +207,11 @@ class Scheduler:
             self.health.fail(error)
         elif task.times.num_forwards and not task.is_cancelled:
             self.health.has_succeeded = True
-        outcome = (result, task.times.timings())
-        task.error = error
+        task.error, outcome = error, (result, task.times.timings())
         if task.is_inline:
             task.has_ended, task.outcome = True, outcome
         else:
-            if self._executor.can_wait:
+            if self.budget.expects_company:
                 self.budget.left(task)
             self._executor.deliver(task.loop, lambda: self._on_end(task, outcome))
 

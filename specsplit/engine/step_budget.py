@@ -8,7 +8,7 @@ Also how long it waits for more of them. Knows no tensors; only the executor tou
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from specsplit.engine.batch import Batch, Task
 from specsplit.engine.company import Company
@@ -21,7 +21,9 @@ from specsplit.speculation.step_times import StepTimes
 class StepBudget:
     """Gives rounds one row each, trees as many as pay, and prompts what leaves those rounds their pace."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, expects_company: bool = True) -> None:
+        self.expects_company = expects_company
+        """Whether a step may begin while sessions that were answered are about to come back."""
         self.prompts, self.verification = PromptBudget(), VerificationBudget()
         self._company = Company()
 
@@ -29,10 +31,20 @@ class StepBudget:
         """Judge rows by the measured seconds of a forward."""
         self.prompts.times = self.verification.times = times
 
-    def share_out(self, ready: Sequence[Task]) -> tuple[list[Task], dict[Task, int]]:
-        """Return the tasks that go, and of prompts among them how many of their next rows; trees are cut."""
+    def limits(self, task: Task) -> bool:
+        """Whether a task that is alone in its step may have to be cut all the same."""
+        is_paced = task.can_be_cut and self._company.num_expected(time.perf_counter()) > 0
+        return is_paced or self.prompts.is_limited
+
+    def share_out(self, ready: Sequence[Task], beside: Iterable[Batch] = ()) -> tuple[list[Task], dict[Task, int]]:
+        """Return the tasks that go, and of prompts among them how many of their next rows; trees are cut.
+
+        The pace of the rounds in steps `beside` it, which are on their way, counts as well, or else that of sessions
+        that are about to come back.
+        """
         self.cut(ready)
-        parts = self.prompts.share_out(ready)
+        rounds = [task for batch in beside for task in batch.tasks if not task.can_be_cut]
+        parts = self.prompts.share_out(ready, rounds, self._company.num_expected(time.perf_counter()))
         return [task for task in ready if parts.get(task) != 0], parts
 
     def cut(self, ready: Sequence[Task]) -> None:
@@ -77,4 +89,5 @@ class StepBudget:
     def observe(self, batch: Batch, end_s: float) -> None:
         """Count a step of several tasks that ended now."""
         self.verification.observe(batch, end_s)
-        self.prompts.observe(batch.num_rows, len(batch.tasks), batch.num_pairs, end_s - batch.start_s)
+        if not batch.is_overlapped:
+            self.prompts.observe(batch.num_rows, len(batch.tasks), batch.num_pairs, end_s - batch.start_s)

@@ -94,10 +94,10 @@ class VerificationBudget:
         return least
 
     def observe(self, batch: Batch, end_s: float) -> None:
-        """Count a step of several sessions that ended now; one with a part of a prompt says nothing of verifies."""
+        """Count a step of several sessions that ended now; a part of a prompt, or others beside it, void it."""
         period_s = min(end_s - self._last_end_s, IDLE * (end_s - batch.start_s))
         self._last_end_s = end_s
-        if self.times is None or batch.parts:
+        if self.times is None or batch.parts or batch.is_overlapped:
             return
         rows, num_sessions = sum(len(sequence.token_ids) for sequence in batch.sequences), len(batch.sequences)
         beside_s = period_s - self.times.seconds(rows)

@@ -198,12 +198,12 @@ class _Boundary:
         return answer
 
     def _packet(self, head_request: HeadRequest | None) -> Packet:
-        from specsplit.stages.chain.step_slice import ChainInput, Chunk, StepSlice
+        from specsplit.stages.chain.step_slice import Chunk, StepSlice
         from specsplit.stages.packet import COORDINATOR, Packet, StepKind
         from specsplit.stages.shard.payload import payload_type
 
         entry, ends, model = self._entry, self._coordinator.ends, self._coordinator.model
-        asking = ChainInput(0, 0, entry.token_ids, entry.parents, entry.num_logits, head_request)
+        asking = SequenceInput(0, 0, entry.token_ids, entry.parents, entry.num_logits, head_request)
         chunk = Chunk(0, len(entry.token_ids), is_last=True)
         session = StepSlice(asking, self._slot).packet_session(chunk, None, has_ids=ends is None)
         return Packet(

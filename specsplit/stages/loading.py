@@ -116,8 +116,6 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
     from specsplit.stages.shard.loader import ShardOptions, load_ends
 
     total_bytes(settings.kv_memory)  # refused before anything is loaded
-    if settings.step_tokens is not None:
-        raise InvalidSettings("--step-tokens is for a target in one piece; with stages --prefill-chunk sizes packets.")
     ranges: tuple[range, ...] = ()
     if settings.local_stages is not None:
         ranges = even_ranges(num_layers_of(settings.model), settings.local_stages)

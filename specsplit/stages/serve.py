@@ -160,6 +160,7 @@ async def serving_chain(
         engine, runner = chain_target(model, link, coordinator.ends, executor=device, ttl_s=ttl_s, options=options)
         engine.open_queue(settings.queue)
         engine.reuse_prefixes(settings.prefix_reuse)
+        engine.limit_steps(settings.step_tokens, None)  # --prefill-chunk sizes packets, of which a step may have many
         engine.quotas.limit(CallerLimits.of(settings))
         stack.push_async_callback(engine.aclose)
         await engine.measure()

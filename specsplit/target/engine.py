@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -33,6 +33,7 @@ from specsplit.engine.prefill import PrefillReport, prefill
 from specsplit.engine.session import WorkerSession
 from specsplit.engine.slots import Loan
 from specsplit.limits import MAX_DEPTH
+from specsplit.model.attention.head_work import HeadWork
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
@@ -47,6 +48,8 @@ class TargetEngine(Engine):
     """Scores trees with the large model; what it picks is the truth."""
 
     _name = "target"
+    _head_request: Callable[[SessionParams], HeadWork] | None = None
+    """Makes what a head in another process is to do with a session's logits; None if they come here."""
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
@@ -141,7 +144,7 @@ class TargetEngine(Engine):
             tail = turn.tail[keep - turn.base_length :]
             if len(tail) > MOST_ROUND_ROWS:
                 # A step cannot take a part of what ends with a tree: in company only the last token goes with it.
-                is_in_company = len(self._sessions) > 1 and self._model.runner.max_pending == 1
+                is_in_company = len(self._sessions) > 1
                 most_left = 1 if proposal.token_ids and is_in_company else self._chunk_tokens
                 tail = yield from prefill(session, tail, self._chunk_tokens, most_left, report)
             tree = parent_indices(proposal) if proposal.token_ids else []
@@ -207,7 +210,8 @@ class TargetEngine(Engine):
         last = len(tail) - 1  # the root among the rows behind base_length
         parents = None if is_chain(tree) else [*range(-1, last), *(last + 1 + parent for parent in tree)]
         token_ids, slot = [*tail, *proposal.token_ids], session.slot
-        entry = SequenceInput(slot.index, slot.length, token_ids, parents, num_logits=len(tree) + 1)
+        request = self._head_request(session.sampler.params) if self._head_request and session.sampler else None
+        entry = SequenceInput(slot.index, slot.length, token_ids, parents, len(tree) + 1, request)
         # Others may have better use for some of its rows, or a step no room for them.
         if tree and (len(self._sessions) > 1 or self._work.scheduler.budget.prompts.is_limited):
             return OfferedTree(entry, proposal, tree)
@@ -225,11 +229,14 @@ class TargetEngine(Engine):
                 paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
             picks = sampler.picks(logits, session.ids, [0, *depths(tree)], paths)
         if NOT_A_NUMBER in picks:
-            raise ModelDamaged(
-                f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
-                f"{self._model.identity.dtype}: try --dtype fp32."
-            )
+            raise self._damaged()
         return picks
+
+    def _damaged(self) -> ModelDamaged:
+        return ModelDamaged(
+            f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
+            f"{self._model.identity.dtype}: try --dtype fp32."
+        )
 
     def _log_probs(
         self, sampler: Sampler, logits: Tensor, accepted: Sequence[int], token_ids: Sequence[int]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from specsplit.core.errors import InvalidSettings
-from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.batch import MOST_ROUND_ROWS
@@ -20,7 +18,6 @@ from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.rpc.clients import RemoteVerifier
 from specsplit.speculation.options import Speculation
-from specsplit.stages.loading import load_coordinator
 from specsplit.target.engine import TargetEngine
 from tests.support.hash_model import VOCAB_SIZE, LetterTokenizer, hash_model, plain_tokens
 from tests.support.processes import WorkerProcess
@@ -109,18 +106,16 @@ async def test_a_draft_takes_its_prompt_in_chunks_as_well() -> None:
     await draft.aclose()
 
 
-async def test_workers_take_the_limits_as_options(tmp_path: Path) -> None:
-    worker = WorkerProcess("target", tmp_path, "--step-tokens", "80", "--prefill-chunk", "70")
+@pytest.mark.parametrize(
+    ("options", "forwards"), [(("--prefill-chunk", "70"), 3), (("--local-stages", "2", "--prefill-chunk", "40"), 3)]
+)
+async def test_workers_take_the_limits_as_options(options: Sequence[str], forwards: int, tmp_path: Path) -> None:
+    worker = WorkerProcess("target", tmp_path, "--step-tokens", "80", *options)
     try:
         verifier = RemoteVerifier(worker.address)
         turn = script(params_of(SamplingParams(), 210), random_prompt(210), 0, 1, "s")
-        assert (await verifier.verify(turn, Proposal(1, 209))).timings.num_forwards == 3
+        assert (await verifier.verify(turn, Proposal(1, 209))).timings.num_forwards == forwards
         await verifier.close("s")
         await verifier.aclose()
     finally:
         worker.kill()
-
-
-def test_a_cut_target_refuses_a_limit_of_its_steps() -> None:
-    with pytest.raises(InvalidSettings, match="--prefill-chunk sizes packets"):
-        load_coordinator(TargetSettings(local_stages=2, step_tokens=64))

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specsplit.core.record import record
+from specsplit.model.attention.head_work import HeadWork
 from specsplit.model.attention.masks import MaskFunction, as_bias, evaluate_mask, level_bias, ramp_of
 from specsplit.model.attention.paths import MOST_ROWS, PathBatch, PathLimits, cut_into_paths, end_row
 from specsplit.sampling.tree_attention import is_chain
@@ -36,7 +37,8 @@ class SequenceInput:
     `token_ids` are written to the slot's rows behind those that exist. `parents` covers every row behind `base_length`:
     first the rows already there (earlier levels of a tree), then `token_ids`; item i is the index of an earlier row
     behind `base_length`, or -1 for the last committed token. None means a chain right behind `base_length`.
-    Logits are wanted for the last `num_logits` tokens.
+    Logits are wanted for the last `num_logits` tokens. `head_request` goes with them if they stay in another process; a
+    model with a head of its own takes no notice.
     """
 
     slot: int
@@ -44,6 +46,7 @@ class SequenceInput:
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
     num_logits: int = 1
+    head_request: HeadWork | None = None
 
     @property
     def num_tree_rows(self) -> int:

@@ -130,7 +130,7 @@ class ChainRunner:
         """Run all entries through the chain, and return the output of each.
 
         The output is fp32 logits [R, V] with ends = coordinator; else the session of the answer, with the picks or the
-        log-probabilities that a `ChainInput` asks for.
+        log-probabilities that the entry's `head_request` asks for.
 
         Raises:
             LinkError: a stage is lost or does not behave.

@@ -15,13 +15,6 @@ from specsplit.stages.packet import HeadRequest, PacketSession
 
 
 @record
-class ChainInput(SequenceInput):
-    """An entry whose logits stay with the last stage, which works on them as `head_request` says."""
-
-    head_request: HeadRequest | None = None
-
-
-@record
 class Chunk:
     """Rows [start, end) of a step in one packet; the last chunk has the tree and everything that is wanted."""
 
@@ -70,7 +63,8 @@ class StepSlice:
         """
         entry, slot = self.entry, self._slot
         before = before or self._last
-        head_request = entry.head_request if isinstance(entry, ChainInput) and chunk.is_last else None
+        head_request = entry.head_request if chunk.is_last else None
+        assert head_request is None or isinstance(head_request, HeadRequest), "the last stage reads nothing else"
         is_wanted = chunk.is_last and (head_request is not None or not has_ids)
         return PacketSession(
             slot=entry.slot,

@@ -13,9 +13,10 @@ from typing import cast
 
 from torch import Tensor
 
-from specsplit.core.errors import InvalidPacket, ModelDamaged
+from specsplit.core.errors import InvalidPacket
 from specsplit.core.types import Proposal, SessionParams, TokenLogProb
 from specsplit.engine.executor import Executor
+from specsplit.engine.measure import Probe
 from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.engine.session import TTL_S, WorkerSession
 from specsplit.engine.slots import Loan
@@ -26,17 +27,28 @@ from specsplit.sampling.pick import NOT_A_NUMBER
 from specsplit.sampling.sampler import Sampler
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.chain.runner import ChainOptions, ChainRunner, ChainShape
-from specsplit.stages.chain.step_slice import ChainInput
 from specsplit.stages.packet import HeadRequest, PacketSession
 from specsplit.stages.ports import SlotReleaser, StageLink
 from specsplit.stages.shard.chain_model import ChainModel
 from specsplit.target.engine import TargetEngine
 
 
+class ChainProbe(Probe):
+    """Measures and tries stages of which the last one picks."""
+
+    head_request = HeadRequest(SessionParams())
+
+    def are_numbers(self, logits: Tensor) -> bool:
+        return NOT_A_NUMBER not in _answer(logits).picks
+
+
 class ChainTarget(TargetEngine):
     """A target engine whose sampler is applied by the stage with the head, as every entry requests it."""
 
-    # With ends = stages the "logits" of a ChainInput are the answer's session, which has picks or log-probabilities.
+    # With ends = stages the "logits" of an entry are the answer's session, which has picks or log-probabilities.
+
+    _probe = ChainProbe()
+    _head_request = HeadRequest
 
     def _score(
         self, prompt: Sequence[int], scored: Sequence[int], params: SessionParams, loan: Loan
@@ -49,19 +61,10 @@ class ChainTarget(TargetEngine):
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
                 wanted = tuple(scored[len(values) : len(values) + num_scored])
                 request = HeadRequest(params, wanted) if wanted else None
-                values += _answer((yield ChainInput(slot.index, start, chunk, None, num_scored, request))).log_probs
+                values += _answer((yield SequenceInput(slot.index, start, chunk, None, num_scored, request))).log_probs
         if not all(math.isfinite(value.log_prob) for value in values):
             raise self._damaged()
         return tuple(values)
-
-    def _sequence_input(
-        self, session: WorkerSession, tail: Sequence[int], proposal: Proposal, tree: Sequence[int]
-    ) -> SequenceInput:
-        entry, sampler = super()._sequence_input(session, tail, proposal, tree), session.sampler
-        assert sampler is not None
-        return ChainInput(
-            entry.slot, entry.base_length, entry.token_ids, entry.parents, entry.num_logits, HeadRequest(sampler.params)
-        )
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the picks that the last stage made at the root and at every node; they stand where logits would."""
@@ -78,12 +81,6 @@ class ChainTarget(TargetEngine):
         if len(log_probs) != len(token_ids):
             raise InvalidPacket("The last stage answered log-probabilities of other tokens than the verdict's.")
         return log_probs
-
-    def _damaged(self) -> ModelDamaged:
-        return ModelDamaged(
-            f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
-            f"{self._model.dtype}: try --dtype fp32."
-        )
 
 
 def _answer(logits: Tensor) -> PacketSession:

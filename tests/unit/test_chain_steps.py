@@ -1,0 +1,142 @@
+"""Steps down a chain have the budget of every step: trees are cut to what pays, prompts to what keeps others' pace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from specsplit.core.defaults import EndsAt
+from specsplit.core.errors import ModelDamaged
+from specsplit.core.types import Proposal, SamplingParams
+from specsplit.engine.prompt_budget import LEAST_PROMPT_ROWS
+from specsplit.speculation.step_times import StepTimes
+from tests.support.chains import HeldForSlot, OpenChain, Shards, opened
+from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.processes import LIMIT_S
+from tests.support.rounds import params_of, random_prompt, script, text_after, together
+
+ENDS: tuple[EndsAt, ...] = ("stages", "coordinator")
+HOT = SamplingParams(temperature=1.0, top_p=0.9)
+DEAR = StepTimes({1: 0.1, 2: 0.11, 8: 0.5, 64: 20.0})
+"""Times by which no node is worth its row, and a prompt's rows are few."""
+_folders = TemporaryDirectory()
+
+
+@cache
+def shards(ends: EndsAt) -> Shards:
+    folder = save_model(Path(_folders.name) / "llama", FAMILIES["llama"](), seed=1)
+    return Shards.load(folder, 3, (1,), ends)
+
+
+def packets(chain: OpenChain) -> Iterator[list[int]]:
+    """Yield the rows of each session of each packet that entered the chain."""
+    for hop, packet in chain.wire.seen:
+        if hop == 0:
+            yield [session.num_tokens for session in packet.sessions]
+
+
+async def text_of(chain: OpenChain, prompt_length: int) -> list[int]:
+    chain.target.reuse_prefixes("off")
+    return await text_after(chain.target, HOT, prompt_length, 4)
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_a_step_of_a_chain_takes_no_more_than_its_limit(ends: EndsAt) -> None:
+    async with opened(shards(ends), chunk_tokens=128) as chain:
+        expected = await text_of(chain, 100)
+        chain.wire.seen.clear()
+        chain.target.limit_steps(40, None)
+        assert await text_of(chain, 100) == expected
+        assert list(packets(chain)) == [[40], [40], [20], [1], [1], [1]]
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_trees_of_several_sessions_are_cut_to_what_pays(ends: EndsAt) -> None:
+    lengths = (9, 12, 30)
+    async with opened(shards(ends)) as chain:
+        texts = [await text_after(chain.target, HOT, length, 12) for length in lengths]
+        whole = await together(chain.target, HOT, lengths, texts, "tree")
+        chain.target.pace_steps(DEAR)
+        cut = await together(chain.target, HOT, lengths, texts, "tree")  # asserts the texts
+        # Whoever is alone when its step begins has its whole tree verified.
+        whole_nodes, cut_nodes = (
+            sum(len(verdict.verified) for own in each for verdict in own) for each in (whole, cut)
+        )
+        assert 0 < cut_nodes < whole_nodes / 2
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_a_prompt_keeps_the_pace_of_rounds_under_way(ends: EndsAt, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(shards(ends), chunk_tokens=128) as chain:
+        expected = [await text_of(chain, length) for length in (9, 140)]
+        chain.target.pace_steps(DEAR)
+        send = HeldForSlot(0, chain.wire.send)
+        monkeypatch.setattr(chain.wire, "send", send)
+        held = asyncio.create_task(text_of(chain, 9))
+        await asyncio.wait_for(send.is_held.wait(), LIMIT_S)
+        chain.wire.seen.clear()
+        text = await text_of(chain, 140)
+        assert not held.done()
+        send.is_free.set()
+        assert [await held, text] == expected
+        assert list(packets(chain))[:3] == [[LEAST_PROMPT_ROWS]] * 3
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_a_prompt_keeps_the_pace_of_readers_who_are_away(ends: EndsAt) -> None:
+    async with opened(shards(ends), chunk_tokens=128) as chain:
+        chain.target.reuse_prefixes("off")
+        expected = [await text_of(chain, length) for length in (9, 140)]
+        chain.target.pace_steps(DEAR)
+        params, ids = params_of(HOT, 9), random_prompt(9)
+        for number in (1, 2, 3):  # the reader is back at once two times, and then away
+            turn = script(params, ids, len(ids) - 1 if number > 1 else 0, number, "reader")
+            ids.append((await chain.target.verify(turn, Proposal(1, len(ids) - 1))).bonus_token)
+            await asyncio.sleep(0.2)
+        chain.wire.seen.clear()
+        assert await text_of(chain, 140) == expected[1]
+        assert list(packets(chain))[:3] == [[LEAST_PROMPT_ROWS]] * 3
+        await asyncio.sleep(1)  # he is late, and nobody waits for him any more
+        chain.wire.seen.clear()
+        assert await text_of(chain, 140) == expected[1]
+        assert list(packets(chain))[:2] == [[128], [12]]
+        turn = script(params, ids, len(ids) - 1, 4, "reader")
+        ids.append((await chain.target.verify(turn, Proposal(1, len(ids) - 1))).bonus_token)
+        assert ids[9:] == expected[0]
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_a_score_keeps_within_the_limit_of_a_step(ends: EndsAt) -> None:
+    prompt, scored, bias = random_prompt(30), random_prompt(100), ((5, 2.0),)
+    async with opened(shards(ends), chunk_tokens=128) as chain:
+        whole = await chain.target.score(prompt, scored, bias, 2)
+        chain.wire.seen.clear()
+        chain.target.limit_steps(40, None)
+        assert await chain.target.score(prompt, scored, bias, 2) == whole
+        assert list(packets(chain)) == [[40], [40], [40], [9]]
+
+
+async def test_a_chain_that_failed_is_tried_with_its_head() -> None:
+    parts = shards("stages")
+    weights = parts.stages[-1].runner.model.get_parameter("model.norm.weight")
+    async with opened(parts) as chain:
+        expected = await text_of(chain, 9)
+        whole = weights.detach().clone()
+        with torch.no_grad():
+            weights.fill_(torch.nan)
+        try:
+            with pytest.raises(ModelDamaged, match="not numbers"):
+                await text_of(chain, 9)
+            with pytest.raises(ModelDamaged, match="not numbers"):
+                await chain.target.check_device()
+        finally:
+            with torch.no_grad():
+                weights.copy_(whole)
+        await chain.target.check_device()
+        assert await text_of(chain, 9) == expected
