@@ -95,9 +95,9 @@ class Company:
                 wait_s = due_s
         return wait_s
 
-    def num_expected(self, now_s: float) -> int:
-        """Return how many sessions are away and expected back, however long that takes."""
-        return len(self._due_s(now_s, math.inf))
+    def num_expected(self, now_s: float, within_s: float) -> int:
+        """Return how many sessions are expected back in less than `within_s`."""
+        return len(self._due_s(now_s, within_s))
 
     def _due_s(self, now_s: float, within_s: float) -> list[float]:
         """Return in how many seconds, less than `within_s`, sessions are expected back, the first one first."""

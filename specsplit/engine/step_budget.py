@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from specsplit.engine.batch import Batch, Task
 from specsplit.engine.company import Company
 from specsplit.engine.offered_tree import OfferedTree
-from specsplit.engine.prompt_budget import PromptBudget
+from specsplit.engine.prompt_budget import MAX_STEP_ROWS, PromptBudget
 from specsplit.engine.verification_budget import VerificationBudget
 from specsplit.speculation.step_times import StepTimes
 
@@ -33,8 +33,14 @@ class StepBudget:
 
     def limits(self, task: Task) -> bool:
         """Whether a task that is alone in its step may have to be cut all the same."""
-        is_paced = task.can_be_cut and self._company.num_expected(time.perf_counter()) > 0
-        return is_paced or self.prompts.is_limited
+        return self.prompts.is_limited or (task.can_be_cut and self._num_expected() > 0)
+
+    def _num_expected(self) -> int:
+        """Return how many sessions would come back before a step of as many rows as there may be has ended."""
+        times = self.prompts.times
+        if times is None:
+            return 0
+        return self._company.num_expected(time.perf_counter(), times.seconds(MAX_STEP_ROWS))
 
     def share_out(self, ready: Sequence[Task], beside: Iterable[Batch] = ()) -> tuple[list[Task], dict[Task, int]]:
         """Return the tasks that go, and of prompts among them how many of their next rows; trees are cut.
@@ -44,7 +50,7 @@ class StepBudget:
         """
         self.cut(ready)
         rounds = [task for batch in beside for task in batch.tasks if not task.can_be_cut]
-        parts = self.prompts.share_out(ready, rounds, self._company.num_expected(time.perf_counter()))
+        parts = self.prompts.share_out(ready, rounds, self._num_expected())
         return [task for task in ready if parts.get(task) != 0], parts
 
     def cut(self, ready: Sequence[Task]) -> None:

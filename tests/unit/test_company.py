@@ -144,3 +144,12 @@ async def test_a_thread_waits_for_company_and_goes_on_without_it() -> None:
         assert (patient.steps, alone.steps) == ([2], [1])
     finally:
         await executor.close()
+
+
+def test_who_is_expected_within_a_time_is_counted() -> None:
+    company = seen(0.003, "a", "b")
+    company.left("new", 0.0)
+    assert [company.num_expected(0.001, within_s) for within_s in (0.001, 0.01)] == [0, 2]
+    assert company.num_expected(0.1, 1.0) == 0, "they are late"
+    company.forget("a")
+    assert company.num_expected(0.001, 0.01) == 1

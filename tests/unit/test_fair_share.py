@@ -173,6 +173,17 @@ def test_a_score_ends_beside_prompts_without_end(times: dict[int, float]) -> Non
     assert num_steps <= math.ceil(300 / LEAST_PROMPT_ROWS) * (MOST_PASSES + 1)
 
 
+def test_a_prompt_alone_keeps_the_pace_of_who_is_expected_or_under_way() -> None:
+    shared = budget({1: 0.10, 64: 0.12, 512: 0.50}, asked=PARAMS)
+    prompt, running = Waiting(512, "asked", 0.0), Waiting(1, can_be_cut=False)
+    assert shared.share_out([prompt]) == {prompt: 512}
+    assert shared.share_out([prompt], (), 3) == {prompt: 128}
+    assert shared.share_out([prompt], [running] * 3) == {prompt: 128}
+    shared.limit(100, None)
+    assert shared.share_out([prompt], [running] * 3) == {prompt: 100}, "they are in another step"
+    assert shared.share_out([running, prompt], [running] * 3) == {prompt: 99}
+
+
 def test_limits_bound_a_step_and_the_part_of_one_prompt() -> None:
     shared = budget()
     assert not shared.is_limited
