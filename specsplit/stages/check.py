@@ -198,6 +198,7 @@ class _Boundary:
         return answer
 
     def _packet(self, head_request: HeadRequest | None) -> Packet:
+        from specsplit.model.attention.metadata import SequenceInput
         from specsplit.stages.chain.step_slice import Chunk, StepSlice
         from specsplit.stages.packet import COORDINATOR, Packet, StepKind
         from specsplit.stages.shard.payload import payload_type
