@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,18 +14,19 @@ import torch
 
 from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import ModelDamaged
-from specsplit.core.types import Proposal, SamplingParams
+from specsplit.core.types import Proposal, SamplingParams, TokenLogProb
 from specsplit.engine.prompt_budget import LEAST_PROMPT_ROWS
 from specsplit.speculation.step_times import StepTimes
 from tests.support.chains import HeldForSlot, OpenChain, Shards, opened
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.processes import LIMIT_S
-from tests.support.rounds import params_of, random_prompt, script, text_after, together
+from tests.support.rounds import params_of, random_prompt, script, text_after, verdicts
 
 ENDS: tuple[EndsAt, ...] = ("stages", "coordinator")
 HOT = SamplingParams(temperature=1.0, top_p=0.9)
-DEAR = StepTimes({1: 0.1, 2: 0.11, 8: 0.5, 64: 20.0})
+DEAR = StepTimes({1: 0.1, 2: 0.2, 8: 1.0, 64: 20.0})
 """Times by which no node is worth its row, and a prompt's rows are few."""
+STAIRCASE = StepTimes({1: 0.01, 4: 0.01, 5: 0.013, 16: 0.013, 17: 0.02, 33: 0.02})
 _folders = TemporaryDirectory()
 
 
@@ -56,36 +58,51 @@ async def test_a_step_of_a_chain_takes_no_more_than_its_limit(ends: EndsAt) -> N
         assert list(packets(chain)) == [[40], [40], [20], [1], [1], [1]]
 
 
+@asynccontextmanager
+async def round_under_way(chain: OpenChain) -> AsyncIterator[asyncio.Task[list[int]]]:
+    """Keep a round of another session in the chain for the length of the block; yield the task of its text."""
+    send = HeldForSlot(0, chain.wire.send)
+    chain.wire.send = send  # type: ignore[method-assign]
+    held = asyncio.create_task(text_of(chain, 9))
+    await asyncio.wait_for(send.is_held.wait(), LIMIT_S)
+    chain.wire.seen.clear()
+    yield held
+    assert not held.done()
+    send.is_free.set()
+    await held
+
+
+@pytest.mark.parametrize("times", [DEAR, STAIRCASE])
 @pytest.mark.parametrize("ends", ENDS)
-async def test_trees_of_several_sessions_are_cut_to_what_pays(ends: EndsAt) -> None:
-    lengths = (9, 12, 30)
+async def test_trees_of_several_sessions_are_cut_to_what_pays(ends: EndsAt, times: StepTimes) -> None:
+    length, num_tokens = 2, 24
     async with opened(shards(ends)) as chain:
-        texts = [await text_after(chain.target, HOT, length, 12) for length in lengths]
-        whole = await together(chain.target, HOT, lengths, texts, "tree")
-        chain.target.pace_steps(DEAR)
-        cut = await together(chain.target, HOT, lengths, texts, "tree")  # asserts the texts
-        # Whoever is alone when its step begins has its whole tree verified.
-        whole_nodes, cut_nodes = (
-            sum(len(verdict.verified) for own in each for verdict in own) for each in (whole, cut)
-        )
-        assert 0 < cut_nodes < whole_nodes / 2
+        chain.target.reuse_prefixes("off")
+        text = await text_after(chain.target, HOT, length, num_tokens)
+
+        async def values() -> tuple[list[TokenLogProb], list[int]]:
+            given = await verdicts(chain.target, random_prompt(length), params_of(HOT, length), text, 5)
+            found = [value for verdict in given for value in verdict.log_probs]
+            return found[:num_tokens], [number for verdict in given for number in verdict.verified]
+
+        expected, verified = await values()
+        assert verified == list(range(1, len(verified) + 1)), "alone it has all of its nodes verified"
+        chain.target.pace_steps(times)
+        async with round_under_way(chain):
+            found, left = await values()
+        assert found == expected, "and the text is the same"
+        assert (left == []) if times is DEAR else (0 < len(left) < left[-1])
 
 
 @pytest.mark.parametrize("ends", ENDS)
-async def test_a_prompt_keeps_the_pace_of_rounds_under_way(ends: EndsAt, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_keeps_the_pace_of_rounds_under_way(ends: EndsAt) -> None:
     async with opened(shards(ends), chunk_tokens=128) as chain:
         expected = [await text_of(chain, length) for length in (9, 140)]
         chain.target.pace_steps(DEAR)
-        send = HeldForSlot(0, chain.wire.send)
-        monkeypatch.setattr(chain.wire, "send", send)
-        held = asyncio.create_task(text_of(chain, 9))
-        await asyncio.wait_for(send.is_held.wait(), LIMIT_S)
-        chain.wire.seen.clear()
-        text = await text_of(chain, 140)
-        assert not held.done()
-        send.is_free.set()
+        async with round_under_way(chain) as held:
+            text = await text_of(chain, 140)
+            assert list(packets(chain))[:3] == [[LEAST_PROMPT_ROWS]] * 3
         assert [await held, text] == expected
-        assert list(packets(chain))[:3] == [[LEAST_PROMPT_ROWS]] * 3
 
 
 @pytest.mark.parametrize("ends", ENDS)
