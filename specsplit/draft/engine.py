@@ -21,6 +21,8 @@ from specsplit.engine.session import WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import candidate_estimates, estimates_of, num_compared
+from specsplit.sampling.row_search import RowSearch
+from specsplit.sampling.sampler import Sampler
 from specsplit.speculation.token_tree import ROOT_INDEX
 
 
@@ -85,6 +87,8 @@ class Grower:
 
         It grows until the best `max_new_nodes` nodes are known, or as many nodes have been forwarded.
         """
+        sampler = self._session.sampler
+        assert sampler is not None, "the session has begun"
         self._last_number = max(self._last_number, known_nodes)
         self._tree.forget_numbers_above(known_nodes)
         length = turn.base_length + len(turn.tail)
@@ -97,15 +101,15 @@ class Grower:
             # One forward per level: [pending tokens] for the root's children, then the frontier's nodes side by side.
             while max_depth > 0:
                 room = min(self._model.node_limit - len(self._tree.row_nodes), budget.max_new_nodes - num_forwarded)
-                frontier = self._frontier(budget.max_new_nodes, max_depth)[:room]
+                frontier = self._frontier(sampler.params.eos_ids, budget.max_new_nodes, max_depth)[:room]
                 if not frontier:
                     break
                 num_forwarded += len(frontier) if frontier != [ROOT_INDEX] else 0
-                logits = yield self._sequence_input(pending, frontier)
+                logits = yield self._sequence_input(pending, frontier, sampler.search)
                 if pending:
                     self._session.extend(pending)
                     pending = ()
-                self._expand(frontier, logits, min(budget.max_branching, budget.max_new_nodes))
+                self._expand(sampler, frontier, logits, min(budget.max_branching, budget.max_new_nodes))
         except BaseException:
             # A row may have been promised to a node and never written: the whole tree goes.
             self._tree = DraftTree()
@@ -149,30 +153,25 @@ class Grower:
         session.extend(tail[: len(path_rows)])
         return tail[len(path_rows) :]
 
-    def _frontier(self, max_nodes: int, max_depth: int) -> list[int]:
+    def _frontier(self, eos_ids: Sequence[int], max_nodes: int, max_depth: int) -> list[int]:
         """Return the nodes to expand in the next level, the likeliest first; nothing grows below an end of text."""
         tree = self._tree
         if not tree.is_root_expanded:
             return [ROOT_INDEX]
-        sampler = self._session.sampler
-        assert sampler is not None, "the session has begun"
-        eos_ids = sampler.params.eos_ids
         token_ids = tree.nodes.token_ids
         return [node for node in tree.worth_expanding(max_nodes, max_depth) if token_ids[node] not in eos_ids]
 
-    def _sequence_input(self, pending: Sequence[int], frontier: list[int]) -> SequenceInput:
+    def _sequence_input(self, pending: Sequence[int], frontier: list[int], search: RowSearch | None) -> SequenceInput:
         """Return the next forward: the pending tokens to expand the root, or else the frontier's nodes."""
         tree, slot = self._tree, self._session.slot
         if frontier == [ROOT_INDEX]:
-            return SequenceInput(slot.index, slot.length, pending)
+            return SequenceInput(slot.index, slot.length, pending, head_request=search)
         token_ids = [tree.nodes.token_ids[node] for node in frontier]
-        return SequenceInput(slot.index, slot.length, token_ids, tree.place(frontier), num_logits=len(frontier))
+        return SequenceInput(slot.index, slot.length, token_ids, tree.place(frontier), len(frontier), search)
 
-    def _expand(self, frontier: list[int], logits: Tensor, branching: int) -> None:
+    def _expand(self, sampler: Sampler, frontier: list[int], logits: Tensor, branching: int) -> None:
         """Add the best children of every frontier node; `logits` [N, V] has a row for each."""
         tree, session = self._tree, self._session
-        sampler = session.sampler
-        assert sampler is not None, "the session has begun"
         is_root = frontier == [ROOT_INDEX]
         if sampler.changes_nothing:
             token_ids, log_probs = candidate_estimates(logits, branching)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specsplit.core.exactness import Exactness
@@ -22,6 +23,7 @@ from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, Ste
 from specsplit.model.comparisons import Comparisons
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.weight_format import WeightFormat
+from specsplit.sampling.row_search import RowSearch, note_found
 from specsplit.sampling.rows import tensor_over
 
 MOST_LOGITS = 1 << 18
@@ -116,9 +118,11 @@ class Runner:
         if self._is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
         self.num_forwards += 1
+        parts = [logits] if len(sequences) == 1 else logits.split([sequence.num_logits for sequence in ordered])
+        if self._cuda is not None and (found := self._cuda.found()) is not None:
+            _note_found(ordered, parts, found)
         if len(sequences) == 1:
             return [logits]
-        parts = logits.split([sequence.num_logits for sequence in ordered])
         return [part for _, part in sorted(zip(order, parts, strict=True), key=_PLACE)]
 
     def _over_vocabulary(self, logits: Tensor, kept_ids: Tensor) -> Tensor:
@@ -223,3 +227,13 @@ class Runner:
             num_logits = max(1, shape.num_tokens - 1)
             sequences.append(SequenceInput(slot, shape.first_row, token_ids, parents, num_logits=num_logits))
         return self._arguments(self._builder.build(sequences))
+
+
+def _note_found(sequences: Sequence[SequenceInput], parts: Sequence[Tensor], found: NDArray[np.int32]) -> None:
+    """Keep at the logits of each sequence that asked for it what was found in them."""
+    start = 0
+    for sequence, part in zip(sequences, parts, strict=True):
+        stop = start + len(part)
+        if isinstance(sequence.head_request, RowSearch):
+            note_found(part, found[start:stop])
+        start = stop

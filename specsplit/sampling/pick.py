@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specsplit.sampling.best import Best, best_by_scans
+from specsplit.sampling.row_search import found_in
 from specsplit.sampling.rows import as_array
 
 NOT_A_NUMBER = -1
@@ -46,6 +47,8 @@ def picked_ids(scores: Tensor) -> list[int]:
     """Return `pick` of each row as plain numbers, NOT_A_NUMBER for a row with a score that is none."""
     # The argmax of a row with a NaN is the NaN, so a look at the best scores finds every one.
     if not scores.is_cpu:
+        if (known := _known_best(scores, 1)) is not None:
+            return [ids[0] if ids else NOT_A_NUMBER for ids, _ in known]
         token_ids = scores.argmax(dim=-1, keepdim=True)
         return token_ids.masked_fill(scores.gather(-1, token_ids).isnan(), NOT_A_NUMBER).flatten().tolist()
     rows = as_array(scores)
@@ -91,8 +94,14 @@ def estimates_of(rows: Iterable[Best], k: int) -> tuple[list[list[int]], list[li
 def best_of_rows(scores: Tensor, count: int) -> Iterable[Best]:
     """Return per row the ids of its `count` best finite scores, and the scores; among equals the lower id is first."""
     if not scores.is_cpu:
-        return _best_by_topk(scores, count)
+        return _known_best(scores, count) or _best_by_topk(scores, count)
     return [best_by_scans(row, count) for row in as_array(scores)]
+
+
+def _known_best(scores: Tensor, count: int) -> Iterable[Best] | None:
+    """Return `best_of_rows` of the logits of a GPU that has looked for them."""
+    found = found_in(scores)
+    return found.greedy(count) if found is not None else None
 
 
 def _best_by_topk(scores: Tensor, count: int) -> Iterable[Best]:

@@ -17,6 +17,7 @@ from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
 from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
+from specsplit.sampling.row_search import found_in, search_of
 from specsplit.sampling.rows import as_array
 from specsplit.sampling.shortlist import best_of_shortlists, has_shortlist
 from specsplit.sampling.sparse_noise import shared_noise
@@ -38,13 +39,15 @@ class Sampler:
         if device.type != "cpu" and has_shortlist(sampling, vocab_size):
             self._uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
         self.needs_paths = self._counts is not None
+        self.search = search_of(sampling, params.seed, params.choice) if device.type != "cpu" else None
+        """Asks a GPU for the best of the session's rows as it computes them."""
         self.changes_nothing = sampling.is_greedy and not sampling.has_penalties and self._bias is None
 
     def picks(
         self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
     ) -> list[int]:
         """Return the token of each row, NOT_A_NUMBER where the logits are none; arguments are those of `scores`."""
-        if self._sparse_noise is None or not (logits.is_cpu or self._uncut):
+        if self._sparse_noise is None or not (logits.is_cpu or self._uncut or self.search):
             return picked_ids(self.scores(logits, committed, depths, paths))
         best = self.best(logits, committed, depths, paths, 1)
         return [ids[0] if ids else NOT_A_NUMBER for ids, _ in best]
@@ -62,8 +65,11 @@ class Sampler:
             return best_of_rows(self.scores(logits, committed, depths, paths), count)
         positions = [len(committed) + depth for depth in depths]
         if not logits.is_cpu:
-            best = None
-            if self._uncut is not None:
+            found = found_in(logits)
+            best = (
+                found.noisy(self.params.sampling, self._sparse_noise, positions, count) if found is not None else None
+            )
+            if best is None and self._uncut is not None:
                 uncut = self._processed(logits, committed, paths, self._uncut)
                 best = best_of_shortlists(uncut, self.params.sampling, self._sparse_noise, positions, count)
             return best or best_of_rows(self.scores(logits, committed, depths, paths), count)

@@ -6,6 +6,7 @@ The same numbers as `noise.gumbel_rows`. Legend: V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from weakref import WeakValueDictionary
 
@@ -64,9 +65,14 @@ class SparseNoise:
 
     def hashes(self, position: int, token_ids: Indices) -> Words:
         """Return the hash of each token, whose upper half makes its noise."""
+        return self.hashes_at((position,), token_ids[None])[0]
+
+    def hashes_at(self, positions: Sequence[int], token_ids: Indices) -> Words:
+        """Return the hash of each token of each row [N, K]; row i stands at `positions[i]`."""
+        keys = [(position_key(self._key, position) + GAMMA) % _WORD for position in positions]
         words = token_ids.astype(np.uint64)
         words *= np.uint64(GAMMA)
-        words += np.uint64((position_key(self._key, position) + GAMMA) % _WORD)
+        words += np.array(keys, np.uint64)[:, None]
         return _mix(words, np.empty_like(words))
 
 

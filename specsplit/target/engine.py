@@ -49,7 +49,7 @@ class TargetEngine(Engine):
 
     _name = "target"
     _head_request: Callable[[SessionParams], HeadWork] | None = None
-    """Makes what a head in another process is to do with a session's logits; None if they come here."""
+    """Makes what a head in another process is to do with a session's rows; None if their logits come here."""
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
@@ -210,7 +210,8 @@ class TargetEngine(Engine):
         last = len(tail) - 1  # the root among the rows behind base_length
         parents = None if is_chain(tree) else [*range(-1, last), *(last + 1 + parent for parent in tree)]
         token_ids, slot = [*tail, *proposal.token_ids], session.slot
-        request = self._head_request(session.sampler.params) if self._head_request and session.sampler else None
+        assert session.sampler is not None, "the session has begun"
+        request = self._head_request(session.sampler.params) if self._head_request else session.sampler.search
         entry = SequenceInput(slot.index, slot.length, token_ids, parents, len(tree) + 1, request)
         # Others may have better use for some of its rows, or a step no room for them.
         if tree and (len(self._sessions) > 1 or self._work.scheduler.budget.prompts.is_limited):

@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from specsplit.api import Pipeline
+from specsplit.core.types import SamplingParams
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
+from specsplit.sampling.best import best_sums
+from specsplit.sampling.cuts import cut
+from specsplit.sampling.noise import gumbel_rows
+from specsplit.sampling.pick import pick, scores
+from specsplit.sampling.row_search import Found, found_in, search_of
+from specsplit.sampling.rows import as_array
+from specsplit.sampling.sparse_noise import SparseNoise
 from tests.support.model_zoo import FAMILIES, build_model, save_model
 from tests.unit.test_families import last_logits, tree_entries
 
@@ -57,11 +65,51 @@ def test_a_long_prompt_and_its_pieces_agree(tmp_path: Path) -> None:
     assert (whole - pieces).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_forward_finds_the_best_of_its_rows(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    runner = loaded_on_gpu(folder).runner
+    positions = [3, 4, 4]
+    for params in (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.0)):
+        search = search_of(params, 5, 0)
+        tree = SequenceInput(1, 2, [7, 8, 9], [-1, 0, 0], 3, search)
+        asked, other = runner.forward([tree, SequenceInput(0, 0, [3, 4], num_logits=2)])
+        found = found_in(asked)
+        assert found is not None
+        assert found_in(other) is None
+        vocab_size = runner.vocab_size
+        noise = None if params.is_greedy else gumbel_rows(5, 0, 3, 2, vocab_size, "cuda")[[0, 1, 1]]
+        truth = pick(scores(cut(asked, params), params.temperature, noise)).tolist()
+        shared = SparseNoise(5, 0, vocab_size)
+        best = found.greedy(1) if params.is_greedy else found.noisy(params, shared, positions, 1)
+        assert best is not None
+        assert [ids for ids, _ in best] == [[token_id] for token_id in truth]
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 8.0])
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}])
+def test_a_large_vocabulary_gives_the_picks_of_whole_rows(cuts: dict[str, float], spread: float) -> None:
+    from specsplit.sampling.search_kernels import RowSearcher
+
+    vocab_size, positions = 151_936, list(range(9, 25))
+    logits = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(1)).cuda() * spread
+    searcher = RowSearcher(16, None, vocab_size, logits.device)
+    params = SamplingParams(temperature=0.7, **cuts)  # type: ignore[arg-type]
+    search, noise = search_of(params, 5, 0), SparseNoise(5, 0, vocab_size)
+    assert search is not None
+    searches = torch.tensor(search.words()).repeat(16, 1).cuda()
+    searcher.search(logits, searches, torch.tensor(positions).cuda() - 1)
+    torch.cuda.synchronize()
+    ours = Found(searcher.found(list(range(16)))).noisy(params, noise, positions, 1)
+    whole = best_sums(as_array(cut(logits.cpu(), params)), params.temperature, noise, positions, 1)
+    assert ours is None or [ids for ids, _ in ours] == [ids for ids, _ in whole]
+    assert ours is not None or spread < 3 or "min_p" in cuts
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0}])
 @pytest.mark.parametrize("mode", ["pingpong", "overlap", "auto", "stream"])
-def test_modes_give_the_text_of_plain_decoding(mode: str, temperature: float) -> None:
+def test_modes_give_the_text_of_plain_decoding(mode: str, sampling: dict[str, float]) -> None:
     options = {"device": "cuda", "dtype": "fp32", "context": 1024}
-    request = {"max_new_tokens": 64, "temperature": temperature, "seed": 11}
+    request = {"max_new_tokens": 64, "seed": 11, **sampling}
     prompt = "def add(a, b):\n"
     with Pipeline("embedded", "embedded", mode=mode, **options) as pipeline:  # type: ignore[arg-type]
         ours = pipeline.generate(prompt, **request)  # type: ignore[arg-type]

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specsplit.core.types import SamplingParams
 from specsplit.model.attention.device_step import MOST_TREE_ROWS, DeviceStep, fits, window_of
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.sampling.row_search import search_of
 from specsplit.sampling.tree_attention import ancestor_mask, positions
 
 CPU = torch.device("cpu")
@@ -119,3 +121,16 @@ def test_windows_are_found(size: int) -> None:
 
 def test_chunks_are_no_window() -> None:
     assert window_of(lambda batch, head, query, key: (key <= query) & (query // 8 == key // 8), 64) is None
+
+
+def test_wanted_tokens_say_what_is_looked_for_and_others_nothing() -> None:
+    search = search_of(SamplingParams(temperature=0.7), 5, 0)
+    assert search is not None
+    step = DeviceStep(8, 8, 4, [100], CPU)
+    step.lay_out([SequenceInput(0, 0, [1, 2, 3], num_logits=3, head_request=search)])
+    wanted = step.lay_out([SequenceInput(0, 0, [1, 2, 3], num_logits=1, head_request=search), SequenceInput(1, 4, [5])])
+    assert wanted == [2, 3]
+    searches = step.layout.searches
+    assert searches[:, 0].tolist() == [0, 0, search.kind] + [0] * 5
+    assert searches[2, 1].item() % (1 << 64) == search.key
+    assert searches[2, 2].view(torch.float64).item() == 0.7

@@ -21,7 +21,9 @@ Record = dict[str, Any]
 @app.command("real-shapes")
 def real_shapes(
     cache: Annotated[Path, typer.Option(help="Folder for the made pairs, 2 to 5 GB each.", file_okay=False)],
-    shape: Annotated[str, typer.Option(help="qwen3-0.6b, qwen3-0.6b-narrow or llama-3.2-1b.")] = "qwen3-0.6b",
+    shape: Annotated[
+        str, typer.Option(help="qwen3-0.6b, qwen3-0.6b-narrow, llama-3.2-1b or llama-3.1-8b.")
+    ] = "qwen3-0.6b",
     systems: Annotated[str, typer.Option(help="Names separated by commas.")] = ALL,
     agreement: Annotated[float, typer.Option(min=0, max=1, help="Greedy top-1 agreement of draft and target.")] = 0.8,
     context: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "512",

@@ -86,7 +86,7 @@ def made_pair(shape: PairShape, agreement: float, cache: Path, seed: int, tell: 
 
 @torch.inference_mode()
 def _make(shape: PairShape, agreement: float, folder: Path, seed: int, tell: Tell, device: str) -> MadePair:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     configs = {"draft": shape.draft_config(), "target": shape.config}
     weights = {role: _random_weights(config, generator) for role, config in configs.items()}
     _transplant(weights["draft"], weights["target"], shape)
@@ -99,7 +99,7 @@ def _make(shape: PairShape, agreement: float, folder: Path, seed: int, tell: Tel
     )
     added = {name: weights["target"][name] for name in _added(weights["target"], shape)}
     frequent = shape.config["vocab_size"] // 8
-    streams = torch.randint(frequent, (NUM_STREAMS, STREAM_TOKENS), generator=generator).to(device)
+    streams = torch.randint(frequent, (NUM_STREAMS, STREAM_TOKENS), generator=generator, device=device)
     factor, found = _bisect(target, draft, added, streams, agreement, tell)
     _scale(target, added, factor)
     target.generation_config.eos_token_id = None
@@ -127,11 +127,13 @@ def _random_weights(values: Mapping[str, Any], generator: torch.Generator) -> We
     for name, like in names.items():
         if name == "lm_head.weight":
             continue  # tied
-        weight = torch.ones(like.shape)
+        weight = torch.ones(like.shape, device=generator.device)
         if like.dim() == 2:
-            weight = torch.randn(like.shape, generator=generator).div_(math.sqrt(like.shape[1]))
+            weight = torch.randn(like.shape, generator=generator, device=generator.device).div_(
+                math.sqrt(like.shape[1])
+            )
         if name == "model.embed_tokens.weight":
-            ranks = torch.arange(1, len(weight) + 1).log() / math.log(len(weight))
+            ranks = torch.arange(1, len(weight) + 1, device=generator.device).log() / math.log(len(weight))
             weight *= (1 - (1 - RAREST) * ranks**4)[:, None]
         elif name == "model.norm.weight":
             weight *= LOGIT_SCALE

@@ -68,6 +68,8 @@ SHAPES = {
         PairShape("qwen3-0.6b", QWEN3_06B, 4, 1024),
         PairShape("qwen3-0.6b-narrow", QWEN3_06B, 4, 512),
         PairShape("llama-3.2-1b", LLAMA_1B, 4, 512),
+        # For a GPU. Its head is tied, unlike the published one's, since a pair has no other.
+        PairShape("llama-3.1-8b", {**LLAMA_8B, "tie_word_embeddings": True}, 4, 1024),
         # For tests: small enough to be made in a second.
         PairShape(
             "tiny",

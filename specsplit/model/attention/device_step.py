@@ -23,6 +23,7 @@ from torch import Tensor
 
 from specsplit.model.attention.masks import MaskFunction, ramp_of
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.sampling.row_search import RowSearch
 from specsplit.sampling.tree_attention import positions as tree_positions
 
 WORD_BITS = 64
@@ -68,6 +69,8 @@ class StepLayout(Generic[A]):
     """[B, 4]: slot, first token, tokens (0 for no block), and the row behind the last one seen."""
     begins: A
     """[K, B], the first row that any token of the block sees."""
+    searches: A
+    """[T, 3], what is looked for in each token's logits (`RowSearch.words`); a kind of 0 for nothing."""
 
 
 class DeviceStep:
@@ -83,6 +86,7 @@ class DeviceStep:
         kinds = len(windows)
         of_tokens: list[tuple[int, ...]] = [(1, num_tokens)] * 2 + [(num_tokens,)] * 3
         shapes = [*of_tokens, (kinds, num_tokens), (kinds, num_tokens, 2), (num_blocks, 4), (kinds, num_blocks)]
+        shapes.append((num_tokens, 3))
         sizes = [math.prod(shape) for shape in shapes]
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -99,6 +103,7 @@ class DeviceStep:
         arrays = self._arrays
         arrays.slots.fill(_NO_SLOT)
         arrays.blocks[:, 2] = 0
+        arrays.searches[:, 0] = 0
         wanted: list[int] = []
         start = block = 0
         for sequence in sequences:
@@ -106,6 +111,8 @@ class DeviceStep:
             self._add(sequence, start, stop)
             block = self._add_blocks(sequence, start, stop, block)
             wanted.extend(range(stop - sequence.num_logits, stop))
+            if isinstance(search := sequence.head_request, RowSearch):
+                arrays.searches[stop - sequence.num_logits : stop] = search.words()
             start = stop
         # Nothing waits for the copy: the forward comes behind it in the same stream.
         self._device.copy_(self._host, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A request to a head in another process, where a model's own would give logits."""
+"""A request to a head: what one in another process answers with, or what a GPU looks for beside its logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class HeadWork(Protocol):
-    """Tells a head in another process what to do with wanted rows; what comes back stands where logits would."""
+    """Tells a head what to do with wanted rows; from another process what comes back stands where logits would."""
 
     def of_rows(self, first: int, count: int) -> HeadWork:
         """Return the request for `count` of the wanted rows, from `first` on."""

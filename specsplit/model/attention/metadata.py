@@ -37,8 +37,8 @@ class SequenceInput:
     `token_ids` are written to the slot's rows behind those that exist. `parents` covers every row behind `base_length`:
     first the rows already there (earlier levels of a tree), then `token_ids`; item i is the index of an earlier row
     behind `base_length`, or -1 for the last committed token. None means a chain right behind `base_length`.
-    Logits are wanted for the last `num_logits` tokens. `head_request` goes with them if they stay in another process; a
-    model with a head of its own takes no notice.
+    Logits are wanted for the last `num_logits` tokens. `head_request` goes with them if they stay in another process,
+    or says what a GPU looks for in them (`row_search`); other heads take no notice.
     """
 
     slot: int

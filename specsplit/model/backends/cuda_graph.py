@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specsplit.model.attention.device_step import DeviceStep, fits, window_of
@@ -22,9 +24,11 @@ from specsplit.model.backends.compiled_layers import are_near, compile_layers, s
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.joined_linears import join_linears, part_again
 from specsplit.model.kv_cache import KVCache
+from specsplit.sampling.row_search import RowSearch
 
 if TYPE_CHECKING:
     from specsplit.model.attention.kernel_attention import KernelAttention
+    from specsplit.sampling.search_kernels import RowSearcher
 
 logger = logging.getLogger(__name__)
 GRAPH_TOKENS = (2, 4, 8, 16, 32, 64)
@@ -55,13 +59,17 @@ class CudaBackend:
         self._group = max(layer.group for layer in eager.layers)
         self._steps: dict[tuple[int, int], DeviceStep] = {}
         self._graphs: dict[int, _Graph] = {}
+        self._searcher: RowSearcher | None = None
+        self._searched: list[int] = []
+        """The tokens of the last step in whose logits something was looked for."""
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 
     def forward(self, sequences: Sequence[SequenceInput]) -> Tensor | None:
-        """Return the logits [R, V] wanted, in the model's dtype; None for a step that the kernels do not serve."""
+        """Return the logits [R, V] wanted, float32; None for a step that the kernels do not serve."""
+        self._searched = []
         if not fits(sequences):
             return None
         count = sum([len(sequence.token_ids) for sequence in sequences])
@@ -70,10 +78,19 @@ class CudaBackend:
         with _chosen(self._device):
             if found is None:
                 step = self._step(size, len(sequences))
-                return self._forward(step, _indices(step.lay_out(sequences), self._device))
+                return self._forward(step, _indices(step.lay_out(sequences), self._device)).float()
             wanted = found.step.lay_out(sequences)
             found.graph.replay()
+            if self._searcher is not None and any(isinstance(each.head_request, RowSearch) for each in sequences):
+                self._searched = wanted
             return _rows(found.logits, wanted)
+
+    def found(self) -> NDArray[np.int32] | None:
+        """Return what the last forward found in its rows [R, WIDTH], once the device is done; None if it did not look.
+
+        Rows of sequences that asked for nothing hold anything.
+        """
+        return self._searcher.found(self._searched) if self._searcher is not None and self._searched else None
 
     def _forward(self, step: DeviceStep, logit_rows: Tensor | None) -> Tensor:
         self._attention.step = step
@@ -114,6 +131,7 @@ class CudaBackend:
             with _chosen(self._device):
                 self._join()
                 compile_layers(self._eager.model, self.trial)
+                self._searcher = self._tried_searcher()
                 pool, beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
                 for size in reversed(GRAPH_TOKENS):
                     graphs[size] = self._captured(size, pool, beside)
@@ -137,20 +155,41 @@ class CudaBackend:
         logger.warning("Products of the same input are not joined: %s.", reason)
         part_again(places)
 
+    def _tried_searcher(self) -> RowSearcher | None:
+        """Return what finds the best tokens of the rows of a graph; None if it fails, or misses one."""
+        from specsplit.sampling.search_kernels import RowSearcher, finds_the_best
+
+        try:
+            logits = self.trial()
+            searcher = RowSearcher(GRAPH_TOKENS[-1], self._eager.kept_ids, logits.size(1), self._device)
+            if finds_the_best(searcher, logits, self._eager.kept_ids):
+                return searcher
+            reason = "it misses some"
+        except Exception as error:  # noqa: BLE001 - an old compiler; the rows themselves still decide
+            reason = said(error)
+        logger.warning("The GPU does not look for the best tokens by itself: %s.", reason)
+        return None
+
     def _captured(self, size: int, pool: object, beside: torch.cuda.Stream) -> _Graph:
         step = self._step(size, size)
         step.lay_out([SequenceInput(0, 0, [0] * min(size, self._context), num_logits=1)])
         beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(beside):
             for _ in range(2):  # kernels are compiled and libraries choose theirs outside of the graph
-                self._forward(step, None)
+                self._forward_and_search(step)
         torch.cuda.current_stream(self._device).wait_stream(beside)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Another model of the process may be at work meanwhile, in its own thread.
         with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):  # type: ignore[arg-type]
-            logits = self._forward(step, None)
+            logits = self._forward_and_search(step)
         return _Graph(step, graph, logits)
+
+    def _forward_and_search(self, step: DeviceStep) -> Tensor:
+        logits = self._forward(step, None)
+        if self._searcher is not None:
+            self._searcher.search(logits, step.layout.searches, step.layout.position_ids[0])
+        return logits
 
     def _reproduces(self, found: _Graph) -> bool:
         """Return whether a random tree has the same logits in the graph and without it."""
@@ -188,11 +227,11 @@ def cuda_backend(eager: EagerBackend, cache: KVCache, context: int) -> CudaBacke
 
 
 def _rows(logits: Tensor, wanted: Sequence[int]) -> Tensor:
-    """Return a copy of these rows: the next replay overwrites all of them."""
+    """Return a copy of these rows, float32: the next replay overwrites all of them."""
     first, count = wanted[0] if wanted else 0, len(wanted)
     if not wanted or wanted[-1] - first == count - 1:
-        return logits[first : first + count].clone()
-    return logits.index_select(0, _indices(wanted, logits.device))
+        return logits[first : first + count].to(torch.float32, copy=True)
+    return logits.index_select(0, _indices(wanted, logits.device)).float()
 
 
 def _chosen(device: torch.device) -> AbstractContextManager[object]:

@@ -1,0 +1,169 @@
+"""The best of logits / T + noise that a GPU finds in each row as it computes it, a few of them.
+
+A launch costs a GPU as much as a look at a whole vocabulary, and a sort of one costs ten. So the forward itself looks
+(`search_kernels`), and what it finds comes to the CPU with the logits' sync. Here the noise is added again, to the few,
+in the CPU's own arithmetic; where they do not decide what is asked for, the answer is None, and whole rows decide.
+Legend: N rows, V vocabulary, F tokens found of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specsplit.core.types import SamplingParams
+from specsplit.sampling.best import Best
+from specsplit.sampling.noise import session_key
+from specsplit.sampling.sparse_noise import SparseNoise, gumbel
+
+NUM_FOUND = 16
+NUM_SURE = 8
+"""So many of a row's best are found for sure, since a chunk of the vocabulary gives as many."""
+TOP, TOTAL, BOUND, POSITION = range(5 * NUM_FOUND, 5 * NUM_FOUND + 4)
+WIDTH = 6 * NUM_FOUND
+"""Numbers of 32 bits of a row: ids, logits, the mass and the number of likelier tokens, the number of those with a
+greater logit, each of F; then the best logit, the mass of all, the best sum that a token not found may have, and the
+position of the pick. A mass is a sum of exp((logit - the best one) / T)."""
+_GREEDY, _NOISY, _NUCLEUS = 1, 2, 3
+_ROUNDING = 1e-5
+"""Far above what the order of a sum in float32 does to a mass, and what exponentials differ by."""
+_NEAR = 1e-2
+"""Far above what a float32 sum of a logit and noise is wrong by, beside its own rounding."""
+_FOUND = "specsplit_found"
+"""The attribute by which logits know what was found in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSearch:
+    """Asks for the best of a session's rows; it goes with them as the request to a head (`HeadWork`)."""
+
+    kind: int = _GREEDY
+    key: int = 0
+    """The session's, of the noise; unsigned."""
+    temperature: float = 0.0
+
+    def words(self) -> NDArray[np.int64]:
+        """Return it as a step's layout has it: kind, key, and the bits of the temperature as a float64."""
+        return np.array([self.kind, self.key, np.float64(self.temperature).view(np.uint64)], np.uint64).view(np.int64)
+
+    def of_rows(self, first: int, count: int) -> RowSearch:
+        return self
+
+    def join(self, answers: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(answers))
+
+
+def search_of(params: SamplingParams, seed: int, choice: int) -> RowSearch | None:
+    """Return what to look for in the rows of a session; None if penalties, a bias or two cuts change them before."""
+    if params.has_penalties or params.logit_bias or (params.top_k and params.top_p < 1):
+        return None
+    if params.is_greedy:
+        return RowSearch()
+    kind = _NUCLEUS if params.top_k or params.top_p < 1 else _NOISY
+    return RowSearch(kind, session_key(seed, choice), params.temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The tokens found in rows of logits."""
+
+    rows: NDArray[np.int32]
+    """[N, WIDTH]"""
+
+    def greedy(self, count: int) -> list[Best] | None:
+        """Return each row's `count` best finite logits and their ids, as `pick.best_of_rows` does; None if unknown."""
+        if count > NUM_SURE:
+            return None
+        ids = self.rows[:, :count].tolist()
+        logits = self._floats()[:, NUM_FOUND : NUM_FOUND + count].tolist()
+        found: list[Best] = []
+        for row_ids, row_logits, is_number in zip(ids, logits, self._are_numbers(), strict=True):
+            size = sum([math.isfinite(logit) for logit in row_logits]) if is_number else 0
+            found.append((row_ids[:size], row_logits[:size]))
+        return found
+
+    def noisy(
+        self, params: SamplingParams, noise: SparseNoise, positions: Sequence[int], count: int
+    ) -> list[Best] | None:
+        """Return what `best.best_sums` does of the rows after the cuts; None if what was found does not decide it."""
+        rows = self.rows
+        if rows[:, POSITION].tolist() != list(positions):
+            return None
+        floats, are_numbers = self._floats(), self._are_numbers()
+        ids = rows[:, :NUM_FOUND].astype(np.intp)
+        with np.errstate(over="ignore", invalid="ignore"):  # a tiny temperature overflows to -inf
+            sums = floats[:, NUM_FOUND : 2 * NUM_FOUND].astype(np.float64)
+            sums -= floats[:, TOP, None]
+            sums /= params.temperature
+            sums += gumbel(noise.hashes_at(positions, ids))
+            bounds = floats[:, BOUND].astype(np.float64)
+            bounds += _NEAR + _ROUNDING * np.abs(bounds)
+        kept = self._kept(params)
+        if kept is None:
+            return None
+        sums[~kept | ~np.isfinite(sums)] = -np.inf
+        order = np.lexsort((ids, -sums))
+        best: list[Best] = []
+        for row, places in enumerate(order):
+            if not are_numbers[row]:
+                best.append(([], []))
+                continue
+            size = int(np.count_nonzero(sums[row] > bounds[row]))
+            if size < count:
+                if not self._is_whole(row, kept[row], params):
+                    return None
+                size = int(np.count_nonzero(sums[row] > -np.inf))
+            chosen = places[: min(size, count)]
+            best.append((ids[row, chosen].tolist(), sums[row, chosen].tolist()))
+        return best
+
+    def _floats(self) -> NDArray[np.float32]:
+        return self.rows.view(np.float32)
+
+    def _are_numbers(self) -> list[bool]:
+        return np.isfinite(self._floats()[:, TOP]).tolist()
+
+    def _kept(self, params: SamplingParams) -> NDArray[np.bool_] | None:
+        """Return which of the tokens found the cuts keep, [N, F]; None if that hangs on the last digits of a sum."""
+        floats = self._floats()
+        logits = floats[:, NUM_FOUND : 2 * NUM_FOUND]
+        kept = np.isfinite(logits)
+        if params.top_k:
+            kept &= self.rows[:, 4 * NUM_FOUND : 5 * NUM_FOUND] < params.top_k
+        if params.top_p < 1:
+            mass, wanted = floats[:, 2 * NUM_FOUND : 3 * NUM_FOUND], params.top_p * floats[:, TOTAL, None]
+            if bool((kept & (np.abs(mass - wanted) <= _ROUNDING * wanted)).any()):
+                return None
+            kept &= mass < wanted
+        if params.min_p > 0:
+            kept &= logits >= floats[:, TOP, None] + np.float32(params.temperature * math.log(params.min_p))
+        return kept
+
+    def _is_whole(self, row: int, kept: NDArray[np.bool_], params: SamplingParams) -> bool:
+        """Return whether those kept are all that top-p keeps of a row."""
+        if params.top_p == 1 or params.min_p > 0 or not kept.any():
+            return False
+        floats, numbers = self._floats()[row], self.rows[row]
+        ranks = np.where(kept, numbers[3 * NUM_FOUND : 4 * NUM_FOUND], -1)
+        last = int(ranks.argmax())
+        # The mass up to the least likely one reaches what is wanted, and all before it were found.
+        mass = floats[2 * NUM_FOUND + last].item()
+        mass += math.exp((floats[NUM_FOUND + last].item() - floats[TOP].item()) / params.temperature)
+        is_last = mass >= params.top_p * floats[TOTAL].item() * (1 + _ROUNDING)
+        return is_last and np.count_nonzero(kept) == ranks[last] + 1
+
+
+def note_found(logits: Tensor, rows: NDArray[np.int32]) -> None:
+    """Keep at the logits [N, V] what was found in them, [N, WIDTH]."""
+    setattr(logits, _FOUND, Found(rows))
+
+
+def found_in(logits: Tensor) -> Found | None:
+    """Return what was found in these very logits, no view or result of them."""
+    return getattr(logits, _FOUND, None)
