@@ -40,7 +40,7 @@ from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
 from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
-from specsplit.target.score import check_score, score
+from specsplit.target.score import check_score, no_numbers, score
 from specsplit.target.stream import TargetLimits, TargetStream
 
 
@@ -230,14 +230,8 @@ class TargetEngine(Engine):
                 paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
             picks = sampler.picks(logits, session.ids, [0, *depths(tree)], paths)
         if NOT_A_NUMBER in picks:
-            raise self._damaged()
+            raise no_numbers(self._model)
         return picks
-
-    def _damaged(self) -> ModelDamaged:
-        return ModelDamaged(
-            f"{self._model.name} computed logits that are not numbers; its weights are damaged or overflow in "
-            f"{self._model.identity.dtype}: try --dtype fp32."
-        )
 
     def _log_probs(
         self, sampler: Sampler, logits: Tensor, accepted: Sequence[int], token_ids: Sequence[int]

@@ -79,8 +79,13 @@ def score(
                 bias = bias_row(params.sampling, logits.shape[-1], logits.device)
                 values += token_log_probs(logits, wanted, bias, params.top_logprobs or 0)
     if not all(math.isfinite(value.log_prob) for value in values):
-        raise ModelDamaged(
-            f"{model.name} computed logits that are not numbers; its weights are damaged or overflow in "
-            f"{model.dtype}: try --dtype fp32."
-        )
+        raise no_numbers(model)
     return tuple(values)
+
+
+def no_numbers(model: LoadedModel) -> ModelDamaged:
+    """Return the error of a model whose logits are not numbers."""
+    return ModelDamaged(
+        f"{model.name} computed logits that are not numbers; its weights are damaged or overflow in "
+        f"{model.identity.dtype}: try --dtype fp32."
+    )

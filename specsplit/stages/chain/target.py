@@ -31,6 +31,7 @@ from specsplit.stages.packet import HeadRequest, PacketSession
 from specsplit.stages.ports import SlotReleaser, StageLink
 from specsplit.stages.shard.chain_model import ChainModel
 from specsplit.target.engine import TargetEngine
+from specsplit.target.score import no_numbers
 
 
 class ChainProbe(Probe):
@@ -63,14 +64,14 @@ class ChainTarget(TargetEngine):
                 request = HeadRequest(params, wanted) if wanted else None
                 values += _answer((yield SequenceInput(slot.index, start, chunk, None, num_scored, request))).log_probs
         if not all(math.isfinite(value.log_prob) for value in values):
-            raise self._damaged()
+            raise no_numbers(self._model)
         return tuple(values)
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
         """Return the picks that the last stage made at the root and at every node; they stand where logits would."""
         picks = list(_answer(logits).picks)
         if NOT_A_NUMBER in picks:
-            raise self._damaged()
+            raise no_numbers(self._model)
         return picks
 
     def _log_probs(
