@@ -47,8 +47,9 @@ def picked_ids(scores: Tensor) -> list[int]:
     """Return `pick` of each row as plain numbers, NOT_A_NUMBER for a row with a score that is none."""
     # The argmax of a row with a NaN is the NaN, so a look at the best scores finds every one.
     if not scores.is_cpu:
-        if (known := _known_best(scores, 1)) is not None:
-            return [ids[0] if ids else NOT_A_NUMBER for ids, _ in known]
+        known = _known_best(scores, 1) or ()
+        if known and all(ids for ids, _ in known):  # of a row without a finite best the scores say more
+            return [ids[0] for ids, _ in known]
         token_ids = scores.argmax(dim=-1, keepdim=True)
         return token_ids.masked_fill(scores.gather(-1, token_ids).isnan(), NOT_A_NUMBER).flatten().tolist()
     rows = as_array(scores)
@@ -98,7 +99,7 @@ def best_of_rows(scores: Tensor, count: int) -> Iterable[Best]:
     return [best_by_scans(row, count) for row in as_array(scores)]
 
 
-def _known_best(scores: Tensor, count: int) -> Iterable[Best] | None:
+def _known_best(scores: Tensor, count: int) -> list[Best] | None:
     """Return `best_of_rows` of the logits of a GPU that has looked for them."""
     found = found_in(scores)
     return found.greedy(count) if found is not None else None

@@ -30,9 +30,10 @@ WIDTH = 6 * NUM_FOUND
 """Numbers of 32 bits of a row: ids, logits, the mass and the number of likelier tokens, the number of those with a
 greater logit, each of F; then the best logit, the mass of all, the best sum that a token not found may have, and the
 position of the pick. A mass is a sum of exp((logit - the best one) / T)."""
-_GREEDY, _NOISY, _NUCLEUS = 1, 2, 3
-_ROUNDING = 1e-5
-"""Far above what the order of a sum in float32 does to a mass, and what exponentials differ by."""
+GREEDY, NOISY, NUCLEUS = 1, 2, 3
+"""Kinds: the best logits, the best with noise, and these with what is likelier than they."""
+_ROUNDING = 3e-5
+"""A few times what sums in float32 are wrong by: some 5e-6, where half of the mass lies 12 nats below the best."""
 _NEAR = 1e-2
 """Far above what a float32 sum of a logit and noise is wrong by, beside its own rounding."""
 _FOUND = "specsplit_found"
@@ -43,7 +44,7 @@ _FOUND = "specsplit_found"
 class RowSearch:
     """Asks for the best of a session's rows; it goes with them as the request to a head (`HeadWork`)."""
 
-    kind: int = _GREEDY
+    kind: int = GREEDY
     key: int = 0
     """The session's, of the noise; unsigned."""
     temperature: float = 0.0
@@ -65,7 +66,7 @@ def search_of(params: SamplingParams, seed: int, choice: int) -> RowSearch | Non
         return None
     if params.is_greedy:
         return RowSearch()
-    kind = _NUCLEUS if params.top_k or params.top_p < 1 else _NOISY
+    kind = NUCLEUS if params.top_k or params.top_p < 1 else NOISY
     return RowSearch(kind, session_key(seed, choice), params.temperature)
 
 
@@ -103,7 +104,7 @@ class Found:
             sums /= params.temperature
             sums += gumbel(noise.hashes_at(positions, ids))
             bounds = floats[:, BOUND].astype(np.float64)
-            bounds += _NEAR + _ROUNDING * np.abs(bounds)
+            bounds += np.where(np.isfinite(bounds), _NEAR + _ROUNDING * np.abs(bounds), 0)
         kept = self._kept(params)
         if kept is None:
             return None
@@ -165,5 +166,5 @@ def note_found(logits: Tensor, rows: NDArray[np.int32]) -> None:
 
 
 def found_in(logits: Tensor) -> Found | None:
-    """Return what was found in these very logits, no view or result of them."""
+    """Return what was found in these logits; a part of them, or another tensor made from them, knows nothing."""
     return getattr(logits, _FOUND, None)

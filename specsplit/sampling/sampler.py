@@ -47,9 +47,9 @@ class Sampler:
         self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None
     ) -> list[int]:
         """Return the token of each row, NOT_A_NUMBER where the logits are none; arguments are those of `scores`."""
-        if self._sparse_noise is None or not (logits.is_cpu or self._uncut or self.search):
+        best = self._best_of_few(logits, committed, depths, paths, 1)
+        if best is None:
             return picked_ids(self.scores(logits, committed, depths, paths))
-        best = self.best(logits, committed, depths, paths, 1)
         return [ids[0] if ids else NOT_A_NUMBER for ids, _ in best]
 
     def best(
@@ -61,20 +61,31 @@ class Sampler:
         count: int,
     ) -> Iterable[Best]:
         """Return the `count` best tokens of each row with their finite scores; the rest as for `scores`."""
-        if self._sparse_noise is None:
-            return best_of_rows(self.scores(logits, committed, depths, paths), count)
+        best = self._best_of_few(logits, committed, depths, paths, count)
+        return best_of_rows(self.scores(logits, committed, depths, paths), count) if best is None else best
+
+    def _best_of_few(
+        self,
+        logits: Tensor,
+        committed: Sequence[int],
+        depths: Sequence[int],
+        paths: Sequence[Sequence[int]] | None,
+        count: int,
+    ) -> list[Best] | None:
+        """Return `best` with noise for few tokens; None if there is no noise, or a GPU has to add it to all."""
+        noise, sampling = self._sparse_noise, self.params.sampling
+        if noise is None:
+            return None
         positions = [len(committed) + depth for depth in depths]
-        if not logits.is_cpu:
-            found = found_in(logits)
-            best = (
-                found.noisy(self.params.sampling, self._sparse_noise, positions, count) if found is not None else None
-            )
-            if best is None and self._uncut is not None:
-                uncut = self._processed(logits, committed, paths, self._uncut)
-                best = best_of_shortlists(uncut, self.params.sampling, self._sparse_noise, positions, count)
-            return best or best_of_rows(self.scores(logits, committed, depths, paths), count)
-        rows = as_array(self._processed(logits, committed, paths))
-        return best_sums(rows, self.params.sampling.temperature, self._sparse_noise, positions, count)
+        if logits.is_cpu:
+            rows = as_array(self._processed(logits, committed, paths))
+            return best_sums(rows, sampling.temperature, noise, positions, count)
+        found = found_in(logits)
+        best = found.noisy(sampling, noise, positions, count) if found is not None else None
+        if best is None and self._uncut is not None:
+            uncut = self._processed(logits, committed, paths, self._uncut)
+            best = best_of_shortlists(uncut, sampling, noise, positions, count)
+        return best
 
     def scores(
         self, logits: Tensor, committed: Sequence[int], depths: Sequence[int], paths: Sequence[Sequence[int]] | None

@@ -21,7 +21,7 @@ from specsplit.core.types import SamplingParams
 from specsplit.sampling.cuts import cut
 from specsplit.sampling.noise import GAMMA, MIX_1, MIX_2, gumbel_rows
 from specsplit.sampling.pick import pick, scores
-from specsplit.sampling.row_search import NUM_FOUND, NUM_SURE, WIDTH, Found, search_of
+from specsplit.sampling.row_search import NOISY, NUCLEUS, NUM_FOUND, NUM_SURE, WIDTH, Found, search_of
 from specsplit.sampling.sparse_noise import SparseNoise
 
 _CHUNK = 2048
@@ -32,7 +32,7 @@ _LEAST = tl.constexpr(-(1 << 63))
 _LAST_COLUMN = tl.constexpr((1 << 31) - 1)
 _COLDEST = tl.constexpr(1e-30)
 _GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GAMMA), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-_NOISY, _NUCLEUS = tl.constexpr(2), tl.constexpr(3)
+_NOISY, _NUCLEUS = tl.constexpr(NOISY), tl.constexpr(NUCLEUS)
 
 
 @triton.jit
@@ -265,7 +265,7 @@ class RowSearcher:
 
 
 def finds_the_best(searcher: RowSearcher, logits: Tensor, kept_ids: Tensor | None) -> bool:
-    """Return whether a search finds the best of some rows [T, V], without noise and with it."""
+    """Return whether a search misses no best token of some rows [T, V], without noise and with it."""
     rows = logits[:_TRIAL_ROWS].float()
     ids = torch.arange(rows.size(1), device=rows.device) if kept_ids is None else kept_ids
     num_ids = int(ids[-1]) + 1
@@ -274,16 +274,14 @@ def finds_the_best(searcher: RowSearcher, logits: Tensor, kept_ids: Tensor | Non
         search = search_of(params, _TRIAL_SEED, 0)
         assert search is not None, "nothing changes the rows before"
         searches = torch.from_numpy(np.tile(search.words(), (len(rows), 1))).to(rows.device)
-        searcher.search(rows, searches, positions)
+        searcher.search(logits[:_TRIAL_ROWS], searches, positions)
         noise = gumbel_rows(_TRIAL_SEED, 0, 1, len(rows), num_ids, rows.device)[:, ids]
         truth = ids[pick(scores(cut(rows, params), params.temperature, noise))].tolist()
         found = Found(searcher.found(list(range(len(rows)))))
-        places = range(1, len(rows) + 1)
-        ours = (
-            found.greedy(1)
-            if params.is_greedy
-            else found.noisy(params, SparseNoise(_TRIAL_SEED, 0, num_ids), places, 1)
-        )
-        if ours is None or [best for [best], _ in ours] != truth:
+        if params.is_greedy:
+            ours = found.greedy(1)
+        else:
+            ours = found.noisy(params, SparseNoise(_TRIAL_SEED, 0, num_ids), range(1, len(rows) + 1), 1)
+        if ours is not None and [best for [best], _ in ours] != truth:
             return False
     return True

@@ -14,8 +14,8 @@ from specsplit.model.loader import LoadedModel, load_model
 from specsplit.sampling.best import best_sums
 from specsplit.sampling.cuts import cut
 from specsplit.sampling.noise import gumbel_rows
-from specsplit.sampling.pick import pick, scores
-from specsplit.sampling.row_search import Found, found_in, search_of
+from specsplit.sampling.pick import pick, picked_ids, scores
+from specsplit.sampling.row_search import Found, RowSearch, found_in, note_found, search_of
 from specsplit.sampling.rows import as_array
 from specsplit.sampling.sparse_noise import SparseNoise
 from tests.support.model_zoo import FAMILIES, build_model, save_model
@@ -102,7 +102,22 @@ def test_a_large_vocabulary_gives_the_picks_of_whole_rows(cuts: dict[str, float]
     ours = Found(searcher.found(list(range(16)))).noisy(params, noise, positions, 1)
     whole = best_sums(as_array(cut(logits.cpu(), params)), params.temperature, noise, positions, 1)
     assert ours is None or [ids for ids, _ in ours] == [ids for ids, _ in whole]
-    assert ours is not None or spread < 3 or "min_p" in cuts
+    assert ours is not None or (cuts and (spread < 3 or "min_p" in cuts))
+
+
+def test_picks_of_rows_without_a_finite_best_are_those_of_whole_rows() -> None:
+    from specsplit.sampling.search_kernels import RowSearcher
+
+    logits = torch.zeros(3, 5000).cuda()
+    logits[0, 7], logits[1], logits[2, 4] = torch.inf, -torch.inf, torch.nan
+    searcher = RowSearcher(3, None, 5000, logits.device)
+    searches = torch.tensor(RowSearch().words()).repeat(3, 1).cuda()
+    searcher.search(logits, searches, torch.arange(3).cuda())
+    torch.cuda.synchronize()
+    for rows in ([0, 1], [0, 1, 2], [2]):
+        searched = logits[rows]
+        note_found(searched, searcher.found(rows))
+        assert picked_ids(searched) == picked_ids(logits[rows])
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0}])

@@ -45,9 +45,10 @@ def found_of_row(row: NDArray[np.float32], params: SamplingParams, position: int
     result = np.zeros(WIDTH, np.int32)
     floats = result.view(np.float32)
     top, temperature = row.max(), max(params.temperature, 1e-30)
+    wrong = np.random.default_rng(position).uniform(-1, 1, VOCAB)  # a device's own sums are
     with np.errstate(over="ignore", invalid="ignore"):
         near = (row.astype(np.float64) - (top if np.isfinite(top) else 0)) / temperature
-        sums = row.astype(np.float64) if params.is_greedy else near + NOISE.all(position)
+        sums = row.astype(np.float64) if params.is_greedy else near + NOISE.all(position) + 4e-3 * wrong
     chunks = [range(first, first + CHUNK) for first in range(0, VOCAB, CHUNK)]
     best = [sorted(chunk, key=lambda token: (-sums[token], token))[:NUM_SURE] for chunk in chunks]
     ids = sorted([token for few in best for token in few], key=lambda token: (-sums[token], token))[:NUM_FOUND]
@@ -56,7 +57,7 @@ def found_of_row(row: NDArray[np.float32], params: SamplingParams, position: int
     for place, token in enumerate(ids):
         greater = row > row[token]
         before = greater | ((row == row[token]) & (np.arange(VOCAB) < token))
-        floats[2 * NUM_FOUND + place] = weights[before].sum()
+        floats[2 * NUM_FOUND + place] = weights[before].sum() * (1 + 5e-6 * wrong[token])
         result[3 * NUM_FOUND + place], result[4 * NUM_FOUND + place] = before.sum(), greater.sum()
     floats[TOP], floats[TOTAL] = top, weights.sum()
     floats[BOUND] = max([sums[few[-1]] for few in best] + [sums[ids[-1]]])
@@ -118,6 +119,17 @@ def test_greedy_finds_as_many_as_a_chunk_gives() -> None:
 def test_rows_of_another_position_decide_nothing() -> None:
     logits, params = torch.randn(1, VOCAB), SamplingParams(temperature=1.0)
     assert found_by_a_device(logits, params, [5]).noisy(params, NOISE, [6], 1) is None
+
+
+def test_what_rounding_could_change_is_not_decided() -> None:
+    logits, params = torch.full((1, VOCAB), -50.0), SamplingParams(temperature=1.0, top_p=0.5)
+    logits[0, 7], logits[0, 8] = 0.0, -1e-6  # with the first the nucleus is full, or just not
+    assert found_by_a_device(logits, params, [5]).noisy(params, NOISE, [5], 1) is None
+    found = found_by_a_device(logits, plain := SamplingParams(temperature=1.0), [5])
+    best = found.noisy(plain, NOISE, [5], 1)
+    assert best is not None
+    found.rows.view(np.float32)[0, BOUND] = best[0][1][0] - 1e-3  # another token may be as good
+    assert found.noisy(plain, NOISE, [5], 1) is None
 
 
 def test_rows_that_are_no_numbers_have_no_best() -> None:

@@ -69,7 +69,8 @@ class MadePair:
 
 def made_pair(shape: PairShape, agreement: float, cache: Path, seed: int, tell: Tell, device: str = "cpu") -> MadePair:
     """Return the pair of a shape from the cache folder, made on `device` before if it is not there."""
-    folder = cache / f"{shape.name}-{agreement:g}-{seed}"
+    place = "" if device == "cpu" else "-gpu"  # whose random numbers are others
+    folder = cache / f"{shape.name}-{agreement:g}-{seed}{place}"
     record = folder / RECORD
     if record.is_file():
         facts = json.loads(record.read_text(encoding="utf-8"))

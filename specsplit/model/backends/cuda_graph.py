@@ -24,7 +24,8 @@ from specsplit.model.backends.compiled_layers import are_near, compile_layers, s
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.joined_linears import join_linears, part_again
 from specsplit.model.kv_cache import KVCache
-from specsplit.sampling.row_search import RowSearch
+from specsplit.sampling.pick import best_of_rows
+from specsplit.sampling.row_search import Found, RowSearch
 
 if TYPE_CHECKING:
     from specsplit.model.attention.kernel_attention import KernelAttention
@@ -139,6 +140,7 @@ class CudaBackend:
                         raise ValueError(f"the graph of {size} tokens gives other logits")
         except Exception as error:  # noqa: BLE001 - whatever capturing trips over, the model itself still runs
             logger.warning("The model runs without CUDA graphs: %s.", said(error))
+            self._searcher = None
             return False
         self._graphs = graphs
         return True
@@ -157,18 +159,16 @@ class CudaBackend:
 
     def _tried_searcher(self) -> RowSearcher | None:
         """Return what finds the best tokens of the rows of a graph; None if it fails, or misses one."""
-        from specsplit.sampling.search_kernels import RowSearcher, finds_the_best
-
         try:
+            from specsplit.sampling.search_kernels import RowSearcher, finds_the_best
+
             logits = self.trial()
             searcher = RowSearcher(GRAPH_TOKENS[-1], self._eager.kept_ids, logits.size(1), self._device)
             if finds_the_best(searcher, logits, self._eager.kept_ids):
                 return searcher
-            reason = "it misses some"
+            return _no_searcher("it misses some")
         except Exception as error:  # noqa: BLE001 - an old compiler; the rows themselves still decide
-            reason = said(error)
-        logger.warning("The GPU does not look for the best tokens by itself: %s.", reason)
-        return None
+            return _no_searcher(said(error))
 
     def _captured(self, size: int, pool: object, beside: torch.cuda.Stream) -> _Graph:
         step = self._step(size, size)
@@ -195,12 +195,16 @@ class CudaBackend:
         """Return whether a random tree has the same logits in the graph and without it."""
         count = min(found.step.num_tokens, self._context)
         parents = [(row - 1) // 2 if row else -1 for row in range(count)]
-        sequences = [SequenceInput(0, 0, self._random_ids(count), parents, num_logits=count)]
+        sequences = [SequenceInput(0, 0, self._random_ids(count), parents, count, RowSearch())]
         truth = self._forward(found.step, _indices(found.step.lay_out(sequences), self._device))
         found.logits.fill_(torch.nan)  # a graph that leaves its logits elsewhere shows
         wanted = found.step.lay_out(sequences)
         found.graph.replay()
         ours = _rows(found.logits, wanted)
+        if self._searcher is not None:
+            torch.cuda.synchronize(self._device)
+            if Found(self._searcher.found(wanted)).greedy(1) != list(best_of_rows(ours, 1)):
+                self._searcher = _no_searcher(f"a graph of {found.step.num_tokens} tokens misses some")
         scale = truth.abs().max().float().clamp(min=1)
         # Written so that a NaN fails the comparison.
         return bool((ours.float() - truth.float()).abs().max() <= _TOLERANCE * scale)
@@ -224,6 +228,10 @@ def cuda_backend(eager: EagerBackend, cache: KVCache, context: int) -> CudaBacke
         logger.warning("Attention on the GPU is slow, since Triton fails: %s.", said(error))
         return None
     return backend
+
+
+def _no_searcher(reason: str) -> None:
+    logger.warning("The GPU does not look for the best tokens by itself: %s.", reason)
 
 
 def _rows(logits: Tensor, wanted: Sequence[int]) -> Tensor:
