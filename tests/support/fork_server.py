@@ -27,7 +27,11 @@ from typing import Any, NoReturn
 REQUEST_BYTES = 1 << 17
 MODEL_MODULES = ("transformers.models.llama.modeling_llama",)
 """Modules that transformers imports when a model is loaded: those of the embedded pair."""
-GPU_MODULES = ("specsplit.model.attention.kernel_attention", "specsplit.model.attention.slot_kernels")
+GPU_MODULES = (
+    "specsplit.model.attention.kernel_attention",
+    "specsplit.model.attention.slot_kernels",
+    "specsplit.sampling.search_kernels",
+)
 """Modules that need Triton, which comes with torch's builds for CUDA: a worker on a CPU imports none of them."""
 
 
