@@ -26,6 +26,7 @@ from specsplit.sampling.row_search import (
 )
 from specsplit.sampling.rows import as_array
 from specsplit.sampling.sparse_noise import SparseNoise
+from tests.support.same_best import assert_same_or_none
 
 VOCAB, CHUNK = 600, 150
 POSITIONS = [5, 9, 6]
@@ -65,7 +66,7 @@ def found_of_row(row: NDArray[np.float32], params: SamplingParams, position: int
     return result
 
 
-def assert_same_or_none(logits: torch.Tensor, params: SamplingParams, count: int, *, is_sure: bool = False) -> None:
+def check_search(logits: torch.Tensor, params: SamplingParams, count: int, *, is_sure: bool = False) -> None:
     positions = POSITIONS[: len(logits)]
     found = found_by_a_device(logits, params, positions)
     if params.is_greedy:
@@ -73,12 +74,7 @@ def assert_same_or_none(logits: torch.Tensor, params: SamplingParams, count: int
     else:
         ours = found.noisy(params, NOISE, positions, count)
         whole = best_sums(as_array(cut(logits, params)), params.temperature, NOISE, positions, count)
-    assert not is_sure or ours is not None
-    if ours is None:
-        return
-    assert [ids for ids, _ in ours] == [ids for ids, _ in whole]
-    for (_, our_sums), (_, sums) in zip(ours, whole, strict=True):
-        assert np.allclose(our_sums, sums, rtol=0, atol=1e-9)
+    assert_same_or_none(ours, whole, is_sure=is_sure)
 
 
 @given(st.integers(0, 2**31), CUTS, st.sampled_from([0.2, 0.7, 1.0, 1.7]), st.sampled_from([1, 4]))
@@ -88,13 +84,13 @@ def test_peaked_and_flat_rows_give_the_same_or_nothing(
     generator = torch.Generator().manual_seed(seed)
     spread = torch.tensor([6.0, 1.0, 0.1])[:, None]
     logits = torch.randn(3, VOCAB, generator=generator) * spread
-    assert_same_or_none(logits, SamplingParams(temperature=temperature, **cuts), count)  # type: ignore[arg-type]
+    check_search(logits, SamplingParams(temperature=temperature, **cuts), count)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 2**31), st.sampled_from([0.5, 0.9, 0.95]), st.sampled_from([0.7, 1.0]))
 def test_a_nucleus_of_peaked_rows_is_always_found(seed: int, top_p: float, temperature: float) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed)) * 6
-    assert_same_or_none(logits, SamplingParams(temperature=temperature, top_p=top_p), 1, is_sure=True)
+    check_search(logits, SamplingParams(temperature=temperature, top_p=top_p), 1, is_sure=True)
 
 
 @given(st.integers(0, 2**31), CUTS, st.sampled_from([0.0, 1e-40, 1.0]), st.sampled_from([1, 3]))
@@ -106,7 +102,7 @@ def test_ties_and_missing_tokens_give_the_same_or_nothing(
     logits[1, torch.randint(VOCAB, (VOCAB - 5,), generator=generator)] = -torch.inf
     logits[2] = -torch.inf
     cuts = cuts if temperature else {}
-    assert_same_or_none(logits, SamplingParams(temperature=temperature, **cuts), count)  # type: ignore[arg-type]
+    check_search(logits, SamplingParams(temperature=temperature, **cuts), count)  # type: ignore[arg-type]
 
 
 def test_greedy_finds_as_many_as_a_chunk_gives() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from specsplit.sampling.cuts import cut
 from specsplit.sampling.rows import as_array
 from specsplit.sampling.shortlist import LENGTH, best_of_shortlists, has_shortlist
 from specsplit.sampling.sparse_noise import SparseNoise
+from tests.support.same_best import assert_same_or_none
 
 VOCAB = 3 * LENGTH
 POSITIONS = [5, 9, 6]
@@ -30,17 +30,12 @@ CUTS = st.sampled_from(
 )
 
 
-def assert_same_or_none(logits: torch.Tensor, params: SamplingParams, count: int, *, is_sure: bool = False) -> None:
+def check_shortlist(logits: torch.Tensor, params: SamplingParams, count: int, *, is_sure: bool = False) -> None:
     noise = SparseNoise(7, 0, VOCAB)
     positions = POSITIONS[: len(logits)]
     ours = best_of_shortlists(logits, params, noise, positions, count)
     whole = best_sums(as_array(cut(logits, params)), params.temperature, noise, positions, count)
-    assert not is_sure or ours is not None
-    if ours is None:
-        return
-    assert [ids for ids, _ in ours] == [ids for ids, _ in whole]
-    for (_, our_sums), (_, sums) in zip(ours, whole, strict=True):
-        assert np.allclose(our_sums, sums, rtol=0, atol=1e-9)
+    assert_same_or_none(ours, whole, is_sure=is_sure)
 
 
 @given(st.integers(0, 2**31), CUTS, st.sampled_from([0.2, 0.7, 1.0, 1.7]), st.sampled_from([1, 4]))
@@ -51,7 +46,7 @@ def test_peaked_rows_need_no_more_than_their_shortlist(
     logits = torch.randn(3, VOCAB, generator=generator) * 6
     params = SamplingParams(temperature=temperature, **cuts)  # type: ignore[arg-type]
     assert has_shortlist(params, VOCAB)
-    assert_same_or_none(logits, params, count, is_sure=True)
+    check_shortlist(logits, params, count, is_sure=True)
 
 
 @given(st.integers(0, 2**31), CUTS, st.sampled_from([0.0, 0.3, 1.0]))
@@ -59,7 +54,7 @@ def test_flat_rows_and_ties_give_the_same_or_nothing(seed: int, cuts: dict[str, 
     generator = torch.Generator().manual_seed(seed)
     # Few different values, so that borders stand among equals.
     logits = (torch.randn(3, VOCAB, generator=generator) * spread * 4).round() / 4
-    assert_same_or_none(logits, SamplingParams(temperature=1.0, **cuts), 3)  # type: ignore[arg-type]
+    check_shortlist(logits, SamplingParams(temperature=1.0, **cuts), 3)  # type: ignore[arg-type]
 
 
 def test_rows_that_are_no_numbers_have_no_best() -> None:
@@ -71,7 +66,7 @@ def test_rows_that_are_no_numbers_have_no_best() -> None:
 
 def test_a_tiny_temperature_picks_the_best_logit() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
-    assert_same_or_none(logits, SamplingParams(temperature=1e-30, top_p=0.9), 1, is_sure=True)
+    check_shortlist(logits, SamplingParams(temperature=1e-30, top_p=0.9), 1, is_sure=True)
 
 
 def test_pure_sampling_and_greedy_have_no_shortlist() -> None:

@@ -85,8 +85,8 @@ class DeviceStep:
         self._windows = windows
         kinds = len(windows)
         of_tokens: list[tuple[int, ...]] = [(1, num_tokens)] * 2 + [(num_tokens,)] * 3
-        shapes = [*of_tokens, (kinds, num_tokens), (kinds, num_tokens, 2), (num_blocks, 4), (kinds, num_blocks)]
-        shapes.append((num_tokens, 3))
+        of_kinds = [(kinds, num_tokens), (kinds, num_tokens, 2)]
+        shapes = [*of_tokens, *of_kinds, (num_blocks, 4), (kinds, num_blocks), (num_tokens, 3)]
         sizes = [math.prod(shape) for shape in shapes]
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
