@@ -30,6 +30,7 @@ from tests.support.watched import WatchedTarget
 NUM_SEEDS = 2000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 200
 NUM_PARTS = 10
 NUM_CROWDED_SEEDS = NUM_SEEDS // 5
+NUM_SEEDS_BY_SESSIONS = {7: NUM_SEEDS // 50, 16: NUM_SEEDS // 100, 48: NUM_SEEDS // 200}
 MAX_BROKEN_SEEDS = 120
 """Within so many schedules a missing rule is found; most are found in the first ten."""
 
@@ -52,6 +53,22 @@ def test_sessions_with_too_little_memory_for_all_have_their_texts_too() -> None:
         counts.update(schedule.counts)
     assert not failed
     assert min(counts["target preempted"], counts["draft preempted"]) >= NUM_CROWDED_SEEDS // 10
+
+
+@pytest.mark.parametrize("num_sessions", NUM_SEEDS_BY_SESSIONS)
+def test_many_sessions_at_once_have_their_texts_whatever_fails(num_sessions: int) -> None:
+    counts, failed = Counter[str](), dict[int, str]()
+    for seed in range(NUM_SEEDS_BY_SESSIONS[num_sessions]):
+        schedule = Schedule(seed, rate=0.08, is_crowded=seed % 2 == 0, num_sessions=num_sessions)
+        try:
+            schedule.run()
+        except Violation as violation:
+            failed[seed] = str(violation)
+        counts.update(schedule.counts)
+        counts.update(schedule.net.counts)
+    assert not failed
+    for what in ("request lost", "answer lost", "target Overloaded", "target slot_lost", "accepted"):
+        assert counts[what], what
 
 
 def test_one_seed_is_one_run() -> None:

@@ -59,7 +59,7 @@ MODES: tuple[Mode, ...] = (
     "stream",
 )
 LIVE_S = 60.0
-"""After the network is quiet, every request has ended by then."""
+"""After the network is quiet, every request of six has ended by then; more have as much longer."""
 LONG_S = 7000 * UNIT_S
 """Longer than any time to live."""
 SAMPLINGS = (
@@ -68,8 +68,6 @@ SAMPLINGS = (
     SamplingParams(temperature=0.8, top_p=0.9),
     SamplingParams(temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.1),
 )
-
-
 NODE_LIMIT = 16
 
 
@@ -121,8 +119,9 @@ class Schedule:
         mode: Mode | None = None,
         lookup: bool | None = None,
         is_crowded: bool = False,
+        num_sessions: int | None = None,
     ) -> None:
-        """Draw everything; in a crowded run several sessions share the KV memory of little more than one."""
+        """Draw all else; in a crowded run several sessions share the KV memory of little more than one."""
         rng = random.Random(seed)
         self._mode: Mode = mode or MODES[seed % len(MODES)]
         self._has_lookup = (self._mode == "lookup" or seed % 16 < 8) if lookup is None else lookup
@@ -130,7 +129,9 @@ class Schedule:
         self._rate = rng.choice(RATES) if rate is None else rate
         self._mute = (rng.choice(MUTES) if rng.random() < 0.2 else ()) if mute is None else mute
         self._tie = 0.1 if seed % 3 == 0 else 0.0
-        self._num_sessions = rng.randint(3, 6) if is_crowded else rng.randint(1, 3)
+        drawn = rng.randint(3, 6) if is_crowded else rng.randint(1, 3)
+        self._num_sessions = drawn if num_sessions is None else num_sessions
+        self._live_s = LIVE_S * max(1.0, self._num_sessions / 6)
         self._draft_slots, self._target_slots = (rng.randint(1, self._num_sessions) for _ in range(2))
         self._contexts: dict[Role, int] = {"draft": rng.choice((96, 40)), "target": rng.choice((96, 40))}
         self._is_crowded = is_crowded
@@ -184,7 +185,7 @@ class Schedule:
             net.spawn(host.trouble(lambda: list(self._ledger.accounts)), f"trouble of the {host.name}")
         served = [net.spawn(self._serve(owner, request), "request") for request in self._requests()]
         try:
-            async with asyncio.timeout(net.quiet_s + LIVE_S):
+            async with asyncio.timeout(net.quiet_s + self._live_s):
                 results = await asyncio.gather(*served)
         except TimeoutError:
             raise Violation("live: a request did not end on a healthy network") from None
@@ -226,7 +227,7 @@ class Schedule:
                 lookup=self._has_lookup,
             ),
             LoopClock(),
-            retry_policy=RetryPolicy(retry_s=LIVE_S, draft_s=self._draft_s, rng=rng),
+            retry_policy=RetryPolicy(retry_s=self._live_s, draft_s=self._draft_s, rng=rng),
         )
 
     def _model(self, role: Role, slots: int) -> LoadedModel:
