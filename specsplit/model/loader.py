@@ -33,6 +33,7 @@ from specsplit.model.source import at_commit, commit_of, model_folder, resolve
 from specsplit.model.threads import choose_threads
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, rounded_hash, weight_format
+from specsplit.model.wide_spans import span_rows
 
 Role = Literal["draft", "target"]
 Progress = Callable[[str, float], None]
@@ -384,6 +385,7 @@ def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -
     if runner.device.type == "cpu":
         try:
             runner.pack(exactness.product_width(runner.dtype), form)
+            runner.widen_spans(span_rows(runner.attention_layers, runner.dtype, runner.context))
         except (RuntimeError, MemoryError) as error:
             if memory.is_exhausted(error):  # some of the model's own copies are gone, so it is of no use
                 words = "The memory ran out while the weights were packed; use a smaller model or --dtype int8."

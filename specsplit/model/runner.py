@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specsplit.core.exactness import Exactness
+from specsplit.model.attention.function import LayerSpec
 from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilder, SequenceInput, in_common_spans
 from specsplit.model.attention.paths import PathLimits
 from specsplit.model.backends.base import Backend
@@ -73,17 +75,20 @@ class Runner:
         self._eager = eager
         self.backend: Backend = eager
         self._cuda = cuda_backend(eager, cache, context) if self._is_cuda and eager.is_whole else None
-        limits = (
-            None
-            if self._is_cuda
-            else PathLimits.of(
-                [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers], self.dtype.itemsize
-            )
-        )
+        shapes = [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers]
+        self._limits = None if self._is_cuda else PathLimits.of(shapes, self.dtype.itemsize)
+        self._builder = self._made_builder()
+
+    def _made_builder(self) -> MetadataBuilder:
         # The explicit formula takes one session at a time; on a GPU nothing of this was ever run.
-        can_join = limits is not None and not any(layer.has_formula for layer in eager.layers)
-        self._builder = MetadataBuilder(
-            eager.masks, cache.capacity, dtype=self.dtype, device=self.device, limits=limits, can_join=can_join
+        can_join = self._limits is not None and not any(layer.has_formula for layer in self._eager.layers)
+        return MetadataBuilder(
+            self._eager.masks,
+            self.cache.capacity,
+            dtype=self.dtype,
+            device=self.device,
+            limits=self._limits,
+            can_join=can_join,
         )
 
     @property
@@ -173,7 +178,9 @@ class Runner:
         """All that the order of its sums follows from, but for the machine: shapes, layers, how it is computed."""
         layers = [(layer.key_shape, layer.value_shape, layer.softcap, layer.mask) for layer in self._eager.layers]
         config = self.model.config.to_diff_dict()
-        return repr((sorted(config.items(), key=str), sorted(map(tuple, self.products)), layers, self.is_recorded))
+        span_rows = None if self._limits is None else self._limits.span_rows
+        products = sorted(map(tuple, self.products))
+        return repr((sorted(config.items(), key=str), products, layers, self.is_recorded, span_rows))
 
     def pack(self, width: int, form: WeightFormat | None = None) -> None:
         """Pack the weights, rounded to the format if there is one, in products of at most `width` inputs.
@@ -182,6 +189,16 @@ class Runner:
             RuntimeError: this machine or torch has no packed products for the dtype; nothing changed.
         """
         self._eager.pack(self._example(FIRST, 0), width, form)
+
+    @property
+    def attention_layers(self) -> Sequence[LayerSpec]:
+        return self._eager.layers
+
+    def widen_spans(self, span_rows: int) -> None:
+        """Let so many tokens of a prompt share a call of attention."""
+        if self._limits is not None:
+            self._limits = replace(self._limits, span_rows=span_rows)
+            self._builder = self._made_builder()
 
     def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Return the logits [R, V] of all sequences, in order."""

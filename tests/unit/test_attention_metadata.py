@@ -92,8 +92,8 @@ either = st.booleans()
 LIMITS = PathLimits(token_multiple=ROW_MULTIPLE, most_tokens=MOST_ROWS, row_bytes=4096)
 
 
-def builder(of: Sequence[MaskFunction | None], *, by_path: bool = True) -> MetadataBuilder:
-    limits = LIMITS if by_path else None
+def builder(of: Sequence[MaskFunction | None], *, by_path: bool = True, span_rows: int = MOST_ROWS) -> MetadataBuilder:
+    limits = replace(LIMITS, span_rows=span_rows) if by_path else None
     return MetadataBuilder(of, CAPACITY, dtype=torch.float32, device=CPU, limits=limits, can_join=by_path)
 
 
@@ -188,9 +188,9 @@ def test_tokens_positions_and_logits_are_those_of_the_sequences(step: list[Seque
     assert metadata.logit_rows.tolist() == wanted
 
 
-@given(steps)
-def test_spans_cover_the_step_and_are_short(step: list[SequenceInput]) -> None:
-    metadata = builder([None]).build(step)
+@given(steps, st.sampled_from([MOST_ROWS, 128]))
+def test_spans_cover_the_step_and_are_short(step: list[SequenceInput], span_rows: int) -> None:
+    metadata = builder([None], span_rows=span_rows).build(step)
     levels = {entry.slot for entry in step if not entry.is_chain and entry.num_tree_rows > len(entry.token_ids)}
     covered: list[tuple[int, int]] = []
     for span in spans_of(metadata):
@@ -207,7 +207,7 @@ def test_spans_cover_the_step_and_are_short(step: list[SequenceInput]) -> None:
             assert span.width <= MOST_ROWS
         else:
             assert span.first_row + count <= span.end_row <= CAPACITY
-            assert span.slot in levels or count <= MOST_ROWS
+            assert span.slot in levels or count <= span_rows
     assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])]
     assert covered[-1][1] == metadata.token_ids.shape[1]
 

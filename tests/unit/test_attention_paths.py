@@ -13,13 +13,27 @@ from specsplit.model.attention.paths import (
     ROW_MULTIPLE,
     PathLimits,
     cut_into_paths,
+    cut_into_spans,
     end_row,
     held_tokens,
     slot_rows,
 )
 from specsplit.model.head_shape import HeadShape
 
+positions = st.one_of(st.integers(0, 700), st.integers(1900, 3100))
 some_parents = st.integers(1, 20).flatmap(lambda count: st.tuples(*(st.integers(-1, row - 1) for row in range(count))))
+
+
+@given(positions, st.integers(1, 1200), st.sampled_from([MOST_ROWS, 128, 512]))
+def test_a_prompt_is_cut_into_few_spans_whose_tokens_attend_to_as_many_rows(first: int, count: int, most: int) -> None:
+    spans = list(cut_into_spans(first, first + count, most))
+    assert [start for start, _ in spans] == [first, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == first + count
+    ends = [{end_row(row) for row in range(*span)} for span in spans]
+    assert all(len(each) == 1 for each in ends)
+    assert all(stop - start <= most for start, stop in spans)
+    if most == 512:
+        assert len(spans) == len({end_row(row) for row in range(first, first + count)})
 
 
 def lineage(parents: Sequence[int], row: int) -> list[int]:

@@ -14,7 +14,7 @@ copy of the slot's rows for each of its paths, or, for a single path, in the slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch import Tensor
 from specsplit.core.record import record
 from specsplit.model.attention.head_work import HeadWork
 from specsplit.model.attention.masks import MaskFunction, as_bias, evaluate_mask, level_bias, ramp_of
-from specsplit.model.attention.paths import MOST_ROWS, PathBatch, PathLimits, cut_into_paths, end_row
+from specsplit.model.attention.paths import MOST_ROWS, PathBatch, PathLimits, cut_into_paths, cut_into_spans, end_row
 from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.tree_attention import positions as tree_positions
 
@@ -148,7 +148,8 @@ class _Step:
         if self.can_join and last_row - first_row == 1 and self._join(sequence.slot, first_row):
             self.positions.append(first_row)
             return
-        for first, stop in _pieces(first_row, last_row):
+        most = MOST_ROWS if self.limits is None else self.limits.span_rows
+        for first, stop in cut_into_spans(first_row, last_row, most):
             begin, end = start + first - first_row, end_row(stop - 1)
             is_new = _brings_rows_into_sight(first)
             self.spans.append(_Span(sequence.slot, begin, begin + stop - first, first, end, is_new))
@@ -195,16 +196,6 @@ class _Step:
 def _brings_rows_into_sight(row: int) -> bool:
     """Return whether a token on this row attends to more rows than the one before it."""
     return row == 0 or end_row(row - 1) < end_row(row)
-
-
-def _pieces(first_row: int, stop_row: int) -> Iterator[tuple[int, int]]:
-    """Cut consecutive rows where the number of rows attended to changes, and into at most MOST_ROWS each."""
-    while first_row < stop_row:
-        limit = min(stop_row, end_row(first_row))
-        num_pieces = -(-(limit - first_row) // MOST_ROWS)
-        stop = first_row + -(-(limit - first_row) // num_pieces)
-        yield first_row, stop
-        first_row = stop
 
 
 def in_common_spans(sequences: Sequence[SequenceInput]) -> list[int]:

@@ -1,4 +1,4 @@
-"""How a tree is cut into paths: which nodes are attended to together, each where it would stand as a chain.
+"""How chains and trees are cut: which tokens are attended to together, a node where it would stand as a chain.
 
 Knows nothing of slots and biases; `metadata` lays the batches out. Legend: P paths, t query tokens of each.
 """
@@ -6,7 +6,7 @@ Knows nothing of slots and biases; `metadata` lays the batches out. Legend: P pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from specsplit.core.record import record
 from specsplit.model.head_shape import HeadShape
@@ -14,7 +14,8 @@ from specsplit.model.head_shape import HeadShape
 ROW_MULTIPLE = 4
 """Query rows are filled up to a multiple: the products inside attention are the same for these."""
 MOST_ROWS = 60
-"""Query rows of one product. From 64 on, torch's attention for half precision may choose another product."""
+"""Query rows of one product: from 64 on, torch may choose another one. Where it does not, a prompt has wider calls
+(`model.wide_spans`)."""
 MOST_PATH_BYTES = 1 << 18
 """Keys and values of one path that are still copied. Measured on two cores with 0.5 MiB of second-level cache each:
 128 KiB a path are best copied, with 512 KiB the slot itself is a fifth faster."""
@@ -51,6 +52,8 @@ class PathLimits:
     """Query tokens of one path that are multiplied together."""
     row_bytes: int
     """Keys and values of one row, in the layer with most of them."""
+    span_rows: int = MOST_ROWS
+    """Tokens of a chain that share a call."""
 
     @classmethod
     def of(cls, layers: Iterable[tuple[int, HeadShape, HeadShape]], item_bytes: int) -> PathLimits:
@@ -87,6 +90,16 @@ class PathBatch:
     end_row: int
     nodes: Sequence[Sequence[int]]
     queries: Sequence[Sequence[int]]
+
+
+def cut_into_spans(first_row: int, stop_row: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut consecutive rows where the number of rows attended to changes, and into at most so many each."""
+    while first_row < stop_row:
+        limit = min(stop_row, end_row(first_row))
+        num_pieces = -(-(limit - first_row) // most)
+        stop = first_row + -(-(limit - first_row) // num_pieces)
+        yield first_row, stop
+        first_row = stop
 
 
 def cut_into_paths(parents: Sequence[int], base_length: int, limits: PathLimits) -> list[PathBatch]:
