@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from typing import Protocol
 
@@ -75,20 +74,17 @@ class Runner:
         self._eager = eager
         self.backend: Backend = eager
         self._cuda = cuda_backend(eager, cache, context) if self._is_cuda and eager.is_whole else None
-        shapes = [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers]
-        self._limits = None if self._is_cuda else PathLimits.of(shapes, self.dtype.itemsize)
-        self._builder = self._made_builder()
-
-    def _made_builder(self) -> MetadataBuilder:
+        limits = (
+            None
+            if self._is_cuda
+            else PathLimits.of(
+                [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers], self.dtype.itemsize
+            )
+        )
         # The explicit formula takes one session at a time; on a GPU nothing of this was ever run.
-        can_join = self._limits is not None and not any(layer.has_formula for layer in self._eager.layers)
-        return MetadataBuilder(
-            self._eager.masks,
-            self.cache.capacity,
-            dtype=self.dtype,
-            device=self.device,
-            limits=self._limits,
-            can_join=can_join,
+        can_join = limits is not None and not any(layer.has_formula for layer in eager.layers)
+        self._builder = MetadataBuilder(
+            eager.masks, cache.capacity, dtype=self.dtype, device=self.device, limits=limits, can_join=can_join
         )
 
     @property
@@ -178,9 +174,8 @@ class Runner:
         """All that the order of its sums follows from, but for the machine: shapes, layers, how it is computed."""
         layers = [(layer.key_shape, layer.value_shape, layer.softcap, layer.mask) for layer in self._eager.layers]
         config = self.model.config.to_diff_dict()
-        span_rows = None if self._limits is None else self._limits.span_rows
         products = sorted(map(tuple, self.products))
-        return repr((sorted(config.items(), key=str), products, layers, self.is_recorded, span_rows))
+        return repr((sorted(config.items(), key=str), products, layers, self.is_recorded, self._builder.span_rows))
 
     def pack(self, width: int, form: WeightFormat | None = None) -> None:
         """Pack the weights, rounded to the format if there is one, in products of at most `width` inputs.
@@ -196,9 +191,7 @@ class Runner:
 
     def widen_spans(self, span_rows: int) -> None:
         """Let so many tokens of a prompt share a call of attention."""
-        if self._limits is not None:
-            self._limits = replace(self._limits, span_rows=span_rows)
-            self._builder = self._made_builder()
+        self._builder.span_rows = span_rows
 
     def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Return the logits [R, V] of all sequences, in order."""

@@ -21,7 +21,7 @@ from specsplit.model.proofs import Proofs, digest
 
 _FILE = "widths.json"
 _FIRST_ROWS = (512, 2048)
-"""Where a prompt has spans of more tokens than before: here 128 and 512 attend to as many rows."""
+"""From these rows on 128 tokens, and 512, attend to as many rows as one another."""
 _NUMS_ROWS = (64, 68, 100, 124, 128, 188, 192, 256, 508, 512)
 """Torch takes other parts of a product from 192 on."""
 _TRUTH = (4, 8, 56, 60)

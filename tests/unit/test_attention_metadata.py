@@ -93,8 +93,10 @@ LIMITS = PathLimits(token_multiple=ROW_MULTIPLE, most_tokens=MOST_ROWS, row_byte
 
 
 def builder(of: Sequence[MaskFunction | None], *, by_path: bool = True, span_rows: int = MOST_ROWS) -> MetadataBuilder:
-    limits = replace(LIMITS, span_rows=span_rows) if by_path else None
-    return MetadataBuilder(of, CAPACITY, dtype=torch.float32, device=CPU, limits=limits, can_join=by_path)
+    limits = LIMITS if by_path else None
+    made = MetadataBuilder(of, CAPACITY, dtype=torch.float32, device=CPU, limits=limits, can_join=by_path)
+    made.span_rows = span_rows
+    return made
 
 
 def parents_of(entry: SequenceInput) -> list[int]:

@@ -25,7 +25,7 @@ some_parents = st.integers(1, 20).flatmap(lambda count: st.tuples(*(st.integers(
 
 
 @given(positions, st.integers(1, 1200), st.sampled_from([MOST_ROWS, 128, 512]))
-def test_a_prompt_is_cut_into_few_spans_whose_tokens_attend_to_as_many_rows(first: int, count: int, most: int) -> None:
+def test_a_prompt_is_cut_where_more_rows_are_attended_to(first: int, count: int, most: int) -> None:
     spans = list(cut_into_spans(first, first + count, most))
     assert [start for start, _ in spans] == [first, *(stop for _, stop in spans[:-1])]
     assert spans[-1][1] == first + count

@@ -121,6 +121,7 @@ class _Step:
 
     limits: PathLimits | None
     can_join: bool
+    span_rows: int
     token_ids: list[int] = field(default_factory=list[int])
     positions: list[int] = field(default_factory=list[int])
     logit_rows: list[int] = field(default_factory=list[int])
@@ -148,8 +149,7 @@ class _Step:
         if self.can_join and last_row - first_row == 1 and self._join(sequence.slot, first_row):
             self.positions.append(first_row)
             return
-        most = MOST_ROWS if self.limits is None else self.limits.span_rows
-        for first, stop in cut_into_spans(first_row, last_row, most):
+        for first, stop in cut_into_spans(first_row, last_row, self.span_rows):
             begin, end = start + first - first_row, end_row(stop - 1)
             is_new = _brings_rows_into_sight(first)
             self.spans.append(_Span(sequence.slot, begin, begin + stop - first, first, end, is_new))
@@ -250,6 +250,8 @@ class MetadataBuilder:
         can_join: bool = False,
     ) -> None:
         self._masks, self._capacity, self._limits, self._can_join = masks, capacity, limits, can_join
+        self.span_rows = MOST_ROWS
+        """Tokens of a chain that share a call, at most."""
         self._dtype, self._device = dtype, device
         found = [ramp_of(mask, capacity) for mask in masks]
         self._ramps = [None if ramp is None else ramp.to(device=device, dtype=dtype) for ramp in found]
@@ -262,7 +264,7 @@ class MetadataBuilder:
             sequence = sequences[0]
             if len(sequence.token_ids) == 1 and sequence.num_logits == 1 and sequence.is_chain:
                 return self._one_token.updated(sequence)
-        step = _Step(self._limits, self._can_join)
+        step = _Step(self._limits, self._can_join, self.span_rows)
         for sequence in sequences:
             step.add(sequence)
         offsets, biases = self._biases(step.spans)

@@ -52,8 +52,6 @@ class PathLimits:
     """Query tokens of one path that are multiplied together."""
     row_bytes: int
     """Keys and values of one row, in the layer with most of them."""
-    span_rows: int = MOST_ROWS
-    """Tokens of a chain that share a call."""
 
     @classmethod
     def of(cls, layers: Iterable[tuple[int, HeadShape, HeadShape]], item_bytes: int) -> PathLimits:
