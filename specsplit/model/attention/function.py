@@ -246,7 +246,9 @@ def _attend_rows(
     group = q.size(0) // num_heads
     # Soft-caps (Gemma 2) and values of another size than the keys need the explicit formula; on a GPU sinks do, too.
     has_formula = softcap != 0.0 or keys.size(3) != values.size(3) or (q.is_cuda and sinks is not None)
-    is_apart = num_paths == 1 and width > 1 and group * width > 60 and not has_formula
+    # From 768 rows on torch's kernel takes larger parts of a product, which are worth a bias for each head.
+    is_stacked = group * width >= 768 and group * width * keys.size(2) <= 1 << 23
+    is_apart = num_paths == 1 and width > 1 and group * width > 60 and not has_formula and not is_stacked
     missing = num_paths * width - count
     if missing > 0:
         q = torch.cat([q, q.narrow(1, 0, missing)], dim=1)
