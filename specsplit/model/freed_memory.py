@@ -18,7 +18,7 @@ PAUSE_S = 10.0
 """Seconds between two looks while there is no work; what the next forwards take again costs them some milliseconds."""
 BUSY_S = 60.0
 """Seconds between two looks while there is: giving back takes some 20 ms."""
-MUCH = 32 << 20
+MUCH = 8 << 20
 """Bytes by which a process grows before it is worth it."""
 
 
