@@ -385,7 +385,6 @@ def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -
     if runner.device.type == "cpu":
         try:
             runner.pack(exactness.product_width(runner.dtype), form)
-            runner.widen_spans(span_rows(runner.attention_layers, runner.dtype, runner.context))
         except (RuntimeError, MemoryError) as error:
             if memory.is_exhausted(error):  # some of the model's own copies are gone, so it is of no use
                 words = "The memory ran out while the weights were packed; use a smaller model or --dtype int8."
@@ -393,5 +392,7 @@ def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -
             if form is not None:
                 raise DeviceUnavailable(f"This processor packs no weights, which {form} needs.") from error
             lay_out(runner.model)
+        else:
+            runner.widen_spans(span_rows(runner.attention_layers, runner.dtype, runner.context))
     if form is None:
         check()

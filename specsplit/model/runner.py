@@ -175,7 +175,7 @@ class Runner:
         layers = [(layer.key_shape, layer.value_shape, layer.softcap, layer.mask) for layer in self._eager.layers]
         config = self.model.config.to_diff_dict()
         products = sorted(map(tuple, self.products))
-        return repr((sorted(config.items(), key=str), products, layers, self.is_recorded, self._builder.span_rows))
+        return repr((sorted(config.items(), key=str), products, layers, self.is_recorded, self.span_rows))
 
     def pack(self, width: int, form: WeightFormat | None = None) -> None:
         """Pack the weights, rounded to the format if there is one, in products of at most `width` inputs.
@@ -189,8 +189,12 @@ class Runner:
     def attention_layers(self) -> Sequence[LayerSpec]:
         return self._eager.layers
 
+    @property
+    def span_rows(self) -> int:
+        """Tokens of a prompt that share a call of attention, at most."""
+        return self._builder.span_rows
+
     def widen_spans(self, span_rows: int) -> None:
-        """Let so many tokens of a prompt share a call of attention."""
         self._builder.span_rows = span_rows
 
     def proof_rows(self, sequences: Sequence[SequenceInput]) -> Tensor:

@@ -59,7 +59,7 @@ MODES: tuple[Mode, ...] = (
     "stream",
 )
 LIVE_S = 60.0
-"""After the network is quiet, every request of six has ended by then; more have as much longer."""
+"""After the network is quiet, all of up to six requests have ended by then; twelve have twice as long."""
 LONG_S = 7000 * UNIT_S
 """Longer than any time to live."""
 SAMPLINGS = (

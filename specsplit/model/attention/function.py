@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from specsplit.model.activations import activate
 from specsplit.model.attention.masks import MaskFunction
+from specsplit.model.attention.stacking import are_stacked
 from specsplit.model.head_shape import HeadShape
 
 NAME = "specsplit"
@@ -238,7 +239,7 @@ def _attend_rows(
     """Return [T, query heads, D] for q [query heads, T, D] over keys and values [P, H, S, D] with bias [P, t, S].
 
     T is P * t, or less for one path: then it is filled up. The query heads of one KV head are rows of one product, so
-    no key or value is repeated; for many tokens they are apart and share the keys by a stride of 0, so no bias is.
+    no key or value is repeated; for many tokens they may be apart (`stacking`) and share the keys by a stride of 0.
     """
     keys, values = sight
     scaling, softcap, sinks = scale
@@ -246,8 +247,7 @@ def _attend_rows(
     group = q.size(0) // num_heads
     # Soft-caps (Gemma 2) and values of another size than the keys need the explicit formula; on a GPU sinks do, too.
     has_formula = softcap != 0.0 or keys.size(3) != values.size(3) or (q.is_cuda and sinks is not None)
-    # From 768 rows on torch's kernel takes larger parts of a product, which are worth a bias for each head.
-    is_stacked = group * width >= 768 and group * width * keys.size(2) <= 1 << 23
+    is_stacked = not q.is_cuda and are_stacked(group, width, keys.size(2), bias.element_size())
     is_apart = num_paths == 1 and width > 1 and group * width > 60 and not has_formula and not is_stacked
     missing = num_paths * width - count
     if missing > 0:

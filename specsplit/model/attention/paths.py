@@ -14,8 +14,8 @@ from specsplit.model.head_shape import HeadShape
 ROW_MULTIPLE = 4
 """Query rows are filled up to a multiple: the products inside attention are the same for these."""
 MOST_ROWS = 60
-"""Query rows of one product: from 64 on, torch may choose another one. Where it does not, a prompt has wider calls
-(`model.wide_spans`)."""
+"""Query rows of one product, and tokens of a call: from 64 on, torch may choose another product. Where it does not, a
+prompt has more tokens in a call (`model.wide_spans`)."""
 MOST_PATH_BYTES = 1 << 18
 """Keys and values of one path that are still copied. Measured on two cores with 0.5 MiB of second-level cache each:
 128 KiB a path are best copied, with 512 KiB the slot itself is a fifth faster."""
