@@ -166,10 +166,12 @@ def _headers(scope: Scope) -> Iterator[tuple[str, str]]:
 
 
 def _add_probes(app: FastAPI, gateway: Gateway) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         return Response()
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         is_ready = gateway.models.are_all_ready and not gateway.is_draining

@@ -343,6 +343,8 @@ def test_operators_ask(gateway: GatewayProcess, client: openai.OpenAI) -> None:
     assert gateway.stderr.splitlines()[0] == "Starting the target (embedded) and the draft (embedded) ..."
     assert httpx.get(f"{gateway.url}/health").status_code == 200
     assert httpx.get(f"{gateway.url}/ready").json() == {"models": ["embedded"]}
+    heads = [httpx.head(f"{gateway.url}/{path}") for path in ("health", "ready")]
+    assert [(head.status_code, head.content) for head in heads] == [(200, b"")] * 2, "load balancers ask so"
     assert [model.id for model in client.models.list()] == ["embedded"]
     assert "specsplit:spec_decode_num_accepted_tokens_total" in httpx.get(f"{gateway.url}/metrics").text
     assert httpx.get(f"{gateway.url}/version").json().keys() == {"version"}
