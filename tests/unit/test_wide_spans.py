@@ -190,7 +190,7 @@ def test_heads_are_stacked_in_wide_calls_only(group: int) -> None:
     assert are_stacked(group, 64, 640, 2) == (group * 64 >= 768)
 
 
-def test_the_rows_from_which_on_heads_are_apart_are_tried() -> None:
+def test_the_rows_from_which_on_heads_are_apart_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [end for end in range(2560, 20_000, 512) if are_stacked(2, 512, end, 2)]
     tried = list[int]()
 
@@ -198,7 +198,6 @@ def test_the_rows_from_which_on_heads_are_apart_are_tried() -> None:
         tried.append(sight[0].size(2))
         return invariant(q)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wide_spans, "attend_rows", attended)
-        span_rows([LAYER], torch.bfloat16, 40_000)
+    monkeypatch.setattr(wide_spans, "attend_rows", attended)
+    span_rows([LAYER], torch.bfloat16, 40_000)
     assert max(tried) == max(ends) + 512
