@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import socket
+import struct
 import sys
 import termios
+from array import array
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -27,6 +29,20 @@ _FIRST_REQUEST_S = 1.0
 """Time for a connection that is new when the server drains to send the request that it was opened for."""
 _LAST_WORDS_S = 2.0
 """Time for requests that a drain has ended to tell their clients."""
+_HANDSHAKE_S = 0.1
+"""Time for handshakes that have begun when the server drains."""
+_SO_ATTACH_FILTER = 26
+"""Number of the socket option on Linux; the `socket` module does not name it."""
+_WITHOUT_SYN = b"".join(
+    struct.pack("HBBI", *instruction)
+    for instruction in (
+        (0x30, 0, 0, 13),  # load the flags of the TCP header
+        (0x45, 0, 1, 0x02),  # is it a SYN?
+        (0x06, 0, 0, 0),  # then drop it
+        (0x06, 0, 0, 0xFFFFFFFF),
+    )
+)
+"""A packet filter (BPF) of a listening socket: no new handshake begins, and those that have begun can end."""
 
 
 class _Config(uvicorn.Config):
@@ -155,6 +171,9 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take in the connections that nobody has accepted yet, which their clients hold for open, and end."""
+        for sock in sockets or []:
+            _begin_no_handshake(sock)
+        await asyncio.sleep(_HANDSHAKE_S)
         taking = asyncio.gather(*(self._take(accepted) for sock in sockets or [] for accepted in _accept_all(sock)))
         await super().shutdown(sockets)
         await taking
@@ -165,6 +184,16 @@ class _Uvicorn(uvicorn.Server):
 
         _, taken = await asyncio.get_running_loop().connect_accepted_socket(protocol, accepted)
         taken.shutdown()
+
+
+def _begin_no_handshake(listener: socket.socket) -> None:
+    """Let no connection arrive between the last that is accepted and the listener's end, which would reset it."""
+    if sys.platform != "linux":
+        return
+    program = array("B", _WITHOUT_SYN)
+    address, num_bytes = program.buffer_info()
+    with suppress(OSError):  # a sandbox without packet filters
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", num_bytes // 8, address))
 
 
 def _accept_all(listener: socket.socket) -> list[socket.socket]:
