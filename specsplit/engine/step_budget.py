@@ -94,6 +94,6 @@ class StepBudget:
 
     def observe(self, batch: Batch, end_s: float) -> None:
         """Count a step of several tasks that ended now."""
-        self.verification.observe(batch, end_s)
+        self.verification.observe(batch, end_s, self.prompts.cost.pair_s)
         if not batch.is_overlapped:
             self.prompts.observe(batch.num_rows, len(batch.tasks), batch.num_pairs, end_s - batch.start_s)

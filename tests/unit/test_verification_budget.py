@@ -97,7 +97,7 @@ def test_no_tree_goes_that_the_others_are_better_without(
 
 def test_nothing_is_cut_where_rows_are_free_and_all_where_they_are_dear() -> None:
     trees = [[-0.5, -1.0, -3.0], [-2.0]]
-    assert VerificationBudget().least_paths(StepTimes(FLAT), trees, 2, 2) == [-3.0, -3.0]
+    assert VerificationBudget().least_paths(StepTimes(FLAT), trees, 2, 2) == [-3.0, -2.0]
     assert VerificationBudget().least_paths(StepTimes({1: 0.001, 33: 10.0}), trees, 2, 2) == [math.inf, math.inf]
     assert VerificationBudget().least_paths(StepTimes(FLAT), [], 2, 2) == []
 
@@ -106,6 +106,42 @@ def test_a_tree_that_gains_less_than_having_one_costs_is_cut() -> None:
     trees = [[-0.1, -0.2, -0.3], [-3.0]]
     assert paying(0.002).least_paths(StepTimes(FLAT), trees, 2, 2) == [-0.3, math.inf]
     assert paying(0.1).least_paths(StepTimes(FLAT), trees, 2, 2) == [math.inf, math.inf]
+
+
+def test_a_row_behind_a_long_text_costs_its_attention_too() -> None:
+    times, trees = StepTimes({1: 0.01, 33: 0.0132}), [[-0.5, -1.0], [-0.4, -0.9]]
+    assert VerificationBudget().least_paths(times, trees, 2, 2) == [-1.0, -0.9]
+    assert VerificationBudget().least_paths(times, trees, 2, 2, [0.0, 0.004]) == [-1.0, math.inf]
+    # The second tree's likelier nodes come after the first one's, and one of them is still worth its seconds.
+    assert VerificationBudget().least_paths(times, trees, 2, 2, [0.0, 0.0018]) == [-1.0, -0.4]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.floats(-8, 0), max_size=4), st.floats(0, 0.01)), max_size=4),
+    st.sampled_from([FLAT, LINEAR, STAIRCASE]),
+    st.sampled_from([0.0, 0.001]),
+)
+def test_no_tree_goes_whose_attention_is_not_paid_for(
+    behind: list[tuple[list[float], float]], times: dict[int, float], tree_s: float
+) -> None:
+    curve, sessions = StepTimes(times), len(behind)
+    trees, node_s = [paths for paths, _ in behind], [each for _, each in behind]
+
+    def seconds(kept: Sequence[Sequence[float]]) -> float:
+        attention_s = sum(len(tree) * each for tree, each in zip(kept, node_s, strict=True))
+        return curve.seconds(sessions + sum(map(len, kept))) + sum(map(bool, kept)) * tree_s + attention_s
+
+    def rate(kept: Sequence[Sequence[float]]) -> float:
+        return (sessions + sum(math.exp(path) for tree in kept for path in tree)) / seconds(kept)
+
+    if not behind:
+        return
+    least = paying(tree_s).least_paths(curve, trees, sessions, sessions, node_s)
+    kept = [[path for path in tree if path >= each] for tree, each in zip(trees, least, strict=True)]
+    assert rate(kept) >= rate([[] for _ in trees]) * (1 - 1e-9), "never slower than without any node"
+    for index in range(sessions):
+        without = [[] if index == each else tree for each, tree in enumerate(kept)]
+        assert rate(kept) >= rate(without) * (1 - 1e-9), "no tree goes that the others are better without"
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([chain_of, tree_of]), st.floats(-6, 0.5))
