@@ -19,6 +19,11 @@ from specsplit.engine.row_budget import RowBudget
 from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
 
+FEW_ROWS = 0.25
+"""Share of the rows of the warm slot that goes first, up to which others are few that a session takes in its place.
+
+Chosen: below 1, since whoever ended last comes back sooner than whoever ended first.
+"""
 HEADROOM_ROWS = 64
 """Rows left to every other session when one is let in, so that the next token of none of them drives it out again."""
 
@@ -180,10 +185,13 @@ class Slots:
 
     def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""
-        has_slot = self._pool.num_used < self.num_slots or len(self._warm) > 1
+        num_used, num_rows = self._pool.num_used, self.rows.rows_for(num_rows) + self._headroom()
+        first = next((warm for warm in self._warm.values() if warm is not match.holder), None)
         others = self.rows.num_free + self.num_warm_rows - self.rows.reserved[match.holder.slot.index]
-        has_room = has_slot and self.rows.rows_for(num_rows) + self._headroom() <= others
-        return match.is_whole or not has_room or not self._cache.can_copy
+        has_room = (num_used < self.num_slots or first is not None) and num_rows <= others
+        is_free = num_used < self.num_slots and num_rows <= self.rows.num_free
+        is_lent = is_free or first is None or not _has_few_more(match, first)
+        return match.is_whole or not (has_room and is_lent and self._cache.can_copy)
 
     def _take_over(self, warm: WarmSlot, num_rows: int) -> None:
         """Make a warm slot that of a session which needs `num_rows`."""
@@ -241,6 +249,11 @@ class Slots:
         self._cache.copy_rows(match.holder.slot.index, slot.index, match.length)
         self.num_reused += match.length
         return match
+
+
+def _has_few_more(match: Match, first: WarmSlot) -> bool:
+    """Whether there are few rows behind a match beside those of the slot that would be given up for a copy of it."""
+    return len(match.holder.ids) - match.length <= FEW_ROWS * len(first.ids)
 
 
 def _too_few(rows: RowBudget, num_rows: int) -> str:

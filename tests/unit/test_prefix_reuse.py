@@ -225,6 +225,16 @@ async def test_the_longest_ended_goes_first_and_the_wanted_one_last():
         assert (await answer(target, [*ended[1], 4])).num_reused == 0
 
 
+async def test_prompts_asked_again_where_every_slot_is_warm_are_forwarded_once():
+    async with Served() as target:
+        prompts = [[n, *random_prompt(40)] for n in range(1, MAX_SESSIONS + 1)]
+        for _ in range(3):
+            told = [await answer(target, prompt, 8) for prompt in prompts]
+        # A copy would take the place of a prompt that comes next; the answers' rows are all that is given up.
+        assert [each.num_reused for each in told] == [40] * MAX_SESSIONS
+        assert [each.num_forwarded for each in told] == [1 + 7] * MAX_SESSIONS
+
+
 async def test_rows_that_a_failure_left_are_not_reused():
     model, runner = steered(load())
     target = TargetEngine(model)
