@@ -238,9 +238,8 @@ class Slots:
     @property
     def all_in_use(self) -> str:
         """Return the sentence for whoever finds every slot in use."""
-        count = self.num_slots
-        which = f"All {count} sessions" if count > 1 else "The one session"
-        return f"{which} of this worker {'are' if count > 1 else 'is'} in use; try again when one has ended."
+        which, are = (f"All {self.num_slots} sessions", "are") if self.num_slots > 1 else ("The one session", "is")
+        return f"{which} of this worker {are} in use; try again when one has ended."
 
     def _copied(self, match: Match | None, slot: Slot) -> Match | None:
         """Copy the rows of a match into a slot, if they can be copied."""
