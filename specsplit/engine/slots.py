@@ -20,7 +20,7 @@ from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
 
 FEW_ROWS = 0.25
-"""Share of the rows of the warm slot that goes first, up to which others are few that a session takes in its place.
+"""Share of the rows that match, and of those of the slot that goes first, up to which rows behind a match are few.
 
 Chosen: below 1, since whoever ended last comes back sooner than whoever ended first.
 """
@@ -251,8 +251,8 @@ class Slots:
 
 
 def _has_few_more(match: Match, first: WarmSlot) -> bool:
-    """Whether there are few rows behind a match beside those of the slot that would be given up for a copy of it."""
-    return len(match.holder.ids) - match.length <= FEW_ROWS * len(first.ids)
+    """Whether there are few rows behind a match beside its own, and those of the slot that would go for a copy."""
+    return len(match.holder.ids) - match.length <= FEW_ROWS * min(match.length, len(first.ids))
 
 
 def _too_few(rows: RowBudget, num_rows: int) -> str:

@@ -1,6 +1,6 @@
 """The budget of one step: which of the tasks that are ready go, and how much of each.
 
-    step   [ one row of each session in a round | nodes of all trees, the likeliest first | rows of prompts ]
+    step   [ one row of each session in a round | nodes of all trees, those worth most first | rows of prompts ]
 
 Also how long it waits for more of them. Knows no tensors; only the executor touches it.
 """

@@ -174,15 +174,18 @@ class VerificationBudget:
         """Take out the trees without which the others give more tokens per second."""
         tokens, nodes = num_sessions + sum(each.tokens for each in kept), sum(each.num_nodes for each in kept)
         beside_s = sum((each.num_nodes > 0) * self.tree_s + each.attention_s for each in kept)
-        for index in sorted(range(len(kept)), key=lambda each: kept[each].tokens):
-            each = kept[index]
-            if not each.num_nodes:
-                continue
-            left_s = beside_s - self.tree_s - each.attention_s
-            without = (tokens - each.tokens) / (curve[nodes - each.num_nodes] + left_s)
-            if without > tokens / (curve[nodes] + beside_s):
-                tokens, nodes, beside_s = tokens - each.tokens, nodes - each.num_nodes, left_s
-                kept[index] = _Kept()
+        has_dropped = True
+        while has_dropped:  # a tree that pays at one rate may not at the higher one without another
+            has_dropped = False
+            for index in sorted(range(len(kept)), key=lambda each: kept[each].tokens):
+                each = kept[index]
+                if not each.num_nodes:
+                    continue
+                left_s = beside_s - self.tree_s - each.attention_s
+                without = (tokens - each.tokens) / (curve[nodes - each.num_nodes] + left_s)
+                if without > tokens / (curve[nodes] + beside_s):
+                    tokens, nodes, beside_s = tokens - each.tokens, nodes - each.num_nodes, left_s
+                    kept[index], has_dropped = _Kept(), True
 
 
 def _part(paths: Sequence[float], node_s: float) -> _Kept:

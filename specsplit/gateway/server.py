@@ -30,7 +30,7 @@ _FIRST_REQUEST_S = 1.0
 _LAST_WORDS_S = 2.0
 """Time for requests that a drain has ended to tell their clients."""
 _HANDSHAKE_S = 0.1
-"""Time for handshakes that have begun when the server drains."""
+"""Time for handshakes that have begun when the server drains: a slow round trip."""
 _SO_ATTACH_FILTER = 26
 """Number of the socket option on Linux; the `socket` module does not name it."""
 _WITHOUT_SYN = b"".join(
@@ -171,9 +171,9 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take in the connections that nobody has accepted yet, which their clients hold for open, and end."""
-        for sock in sockets or []:
-            _begin_no_handshake(sock)
-        await asyncio.sleep(_HANDSHAKE_S)
+        are_closing = [_begin_no_handshake(sock) for sock in sockets or []]
+        if any(are_closing):
+            await asyncio.sleep(_HANDSHAKE_S)
         taking = asyncio.gather(*(self._take(accepted) for sock in sockets or [] for accepted in _accept_all(sock)))
         await super().shutdown(sockets)
         await taking
@@ -186,14 +186,19 @@ class _Uvicorn(uvicorn.Server):
         taken.shutdown()
 
 
-def _begin_no_handshake(listener: socket.socket) -> None:
-    """Let no connection arrive between the last that is accepted and the listener's end, which would reset it."""
+def _begin_no_handshake(listener: socket.socket) -> bool:
+    """Let no connection begin between the last that is accepted and the listener's end, which would reset it.
+
+    Whoever tries meanwhile is refused when its system asks again, a second later. Returns whether that can be done.
+    """
     if sys.platform != "linux":
-        return
+        return False
     program = array("B", _WITHOUT_SYN)
     address, num_bytes = program.buffer_info()
-    with suppress(OSError):  # a sandbox without packet filters
+    with suppress(OSError):
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", num_bytes // 8, address))
+        return True
+    return False  # a sandbox without packet filters
 
 
 def _accept_all(listener: socket.socket) -> list[socket.socket]:

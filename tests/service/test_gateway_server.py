@@ -224,7 +224,8 @@ async def _until_nobody_is_let_in(running: HttpServer) -> None:
     host, port = running.address.rsplit(":", 1)
     with suppress(OSError):
         while True:
-            _, late = await asyncio.open_connection(host, int(port))
+            # While the listener ends nobody is refused yet, and nobody let in.
+            _, late = await asyncio.wait_for(asyncio.open_connection(host, int(port)), 0.2)
             late.close()
             await asyncio.sleep(0.01)
 

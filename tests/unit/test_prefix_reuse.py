@@ -235,6 +235,15 @@ async def test_prompts_asked_again_where_every_slot_is_warm_are_forwarded_once()
         assert [each.num_forwarded for each in told] == [1 + 7] * MAX_SESSIONS
 
 
+async def test_a_long_text_that_ended_first_is_the_first_to_go():
+    async with Served() as target:
+        await answer(target, [1, *random_prompt(150)])  # nobody asks for it again
+        begin = random_prompt(16)
+        chats = [(await answer(target, [*begin, n, *random_prompt(20)])).ids for n in (2, 3)]
+        await answer(target, [*begin, 4, 5])  # it begins as both chats do
+        assert [(await answer(target, [*ids, 6])).num_reused for ids in chats] == [len(ids) - 1 for ids in chats]
+
+
 async def test_rows_that_a_failure_left_are_not_reused():
     model, runner = steered(load())
     target = TargetEngine(model)

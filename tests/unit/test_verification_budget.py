@@ -121,6 +121,9 @@ def test_a_row_behind_a_long_text_costs_its_attention_too() -> None:
     st.sampled_from([FLAT, LINEAR, STAIRCASE]),
     st.sampled_from([0.0, 0.001]),
 )
+@example(
+    [([math.log(0.54)], 0.0), ([math.log(0.55)], 0.000683), ([0.0] * 4, 0.00125), ([0.0] * 4, 0.00125)], FLAT, 0.001
+)
 def test_no_tree_goes_whose_attention_is_not_paid_for(
     behind: list[tuple[list[float], float]], times: dict[int, float], tree_s: float
 ) -> None:
