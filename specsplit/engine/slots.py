@@ -185,11 +185,11 @@ class Slots:
 
     def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""
-        num_used, num_rows = self._pool.num_used, self.rows.rows_for(num_rows) + self._headroom()
+        num_used, num_needed = self._pool.num_used, self.rows.rows_for(num_rows) + self._headroom()
         first = next((warm for warm in self._warm.values() if warm is not match.holder), None)
         others = self.rows.num_free + self.num_warm_rows - self.rows.reserved[match.holder.slot.index]
-        has_room = (num_used < self.num_slots or first is not None) and num_rows <= others
-        is_free = num_used < self.num_slots and num_rows <= self.rows.num_free
+        has_room = (num_used < self.num_slots or first is not None) and num_needed <= others
+        is_free = num_used < self.num_slots and num_needed <= self.rows.num_free
         is_lent = is_free or first is None or not _has_few_more(match, first)
         return match.is_whole or not (has_room and is_lent and self._cache.can_copy)
 

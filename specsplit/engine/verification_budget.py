@@ -27,10 +27,10 @@ TREE_MEMORY = 0.9
 TREE_FORGIVENESS = 0.99
 """Factor on that cost for each step that verified none of the trees offered. Chosen: they are retried after dozens."""
 
-_LEAST_ROW_S = 1e-9
-"""Seconds of a row whose logarithm is taken, where rows are free or the curve falls."""
 QUANTUM_NODES = 16
 """Nodes in one caller's turn. Chosen: two or three trees of one that speculates well."""
+_LEAST_ROW_S = 1e-9
+"""Seconds of a row whose logarithm is taken, where rows are free or the curve falls."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class VerificationBudget:
                 least[tree] = max(least[tree], math.nextafter(path, math.inf))
         return least
 
-    def observe(self, batch: Batch, end_s: float, pair_s: float = 0.0) -> None:
+    def observe(self, batch: Batch, end_s: float, pair_s: float) -> None:
         """Count a step of several sessions that ended now; a part of a prompt, or others beside it, void it.
 
         `pair_s` is the seconds that a row takes for each token before it.

@@ -171,8 +171,8 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take in the connections that nobody has accepted yet, which their clients hold for open, and end."""
-        are_closing = [_begin_no_handshake(sock) for sock in sockets or []]
-        if any(are_closing):
+        are_filtered = [_begin_no_handshake(sock) for sock in sockets or []]
+        if any(are_filtered):
             await asyncio.sleep(_HANDSHAKE_S)
         taking = asyncio.gather(*(self._take(accepted) for sock in sockets or [] for accepted in _accept_all(sock)))
         await super().shutdown(sockets)
