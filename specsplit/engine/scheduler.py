@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -217,7 +218,7 @@ class Scheduler:
 
     def _fail(self, tasks: Sequence[Task], error: Exception) -> None:
         for task in tasks:
-            task.work.close()
+            _end(task.work, error)
             self.finish(task, None, translated(error))
 
     def _fail_all(self, error: Exception) -> None:
@@ -232,6 +233,13 @@ class Scheduler:
         self._arrived.clear()
         self._pending.clear()
         self._fail(tasks, error)
+
+
+def _end(work: Work, error: Exception) -> None:
+    """Tell work of the error that ends it; one that is closed instead was not wanted any more."""
+    with suppress(Exception):  # whatever it makes of that, its caller hears of what failed
+        work.throw(error)
+    work.close()
 
 
 class WorkQueue:

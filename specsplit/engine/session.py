@@ -31,6 +31,9 @@ TTL_S = 60.0
 GRACE_S = 5.0
 """A session that was used within this time is not evicted for another one."""
 
+CUT_SHORT = object()
+"""Stands for the answer of a round that was ended between two forwards, all of whose rows were computed."""
+
 
 class WorkerSession:
     """One session's state between rounds. Invariant: len(ids) == len(hashes) == slot.length.
@@ -49,7 +52,7 @@ class WorkerSession:
         self.sampler: Sampler | None = None
         self._body: object = None
         self.answer: object = None
-        """The answer of this round, None while it runs: a repeat of the round gets it again."""
+        """The answer of this round, None while it runs: a repeat of the round gets it again. Or CUT_SHORT."""
         self.kept: object = None
         """The engine's own state of this epoch: the draft's tree, or the last node number that the target verified."""
         self.last_used_s = 0.0
@@ -75,7 +78,7 @@ class WorkerSession:
 
     @property
     def is_sound(self) -> bool:
-        """Whether its last round came to an answer; after any other one its rows may be what a failure left."""
+        """Whether its rows are what was computed; after a round without an answer they may be what a failure left."""
         return self.answer is not None
 
     def reuse(self, match: Match | None) -> None:
@@ -104,7 +107,7 @@ class WorkerSession:
         if turn.epoch == self.epoch and turn.round == self.round:
             if (turn, body) != self._body:
                 raise InvalidRequest(f"Round {turn.round} of this session had another body before.", param="round")
-            if self.answer is not None:
+            if self.answer is not None and self.answer is not CUT_SHORT:
                 return True
         # The length rule: a slot that is longer than the base is cut to it later, one that is shorter or other says so.
         if turn.base_length > len(self.ids):

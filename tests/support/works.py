@@ -35,6 +35,9 @@ class Diary:
         except GeneratorExit:
             self.lines.append(f"{name} is closed")
             raise
+        except Exception as failure:
+            self.lines.append(f"{name} hears that {failure}")
+            raise
         if error is not None:
             raise error
         return name

@@ -257,6 +257,36 @@ async def test_rows_that_a_failure_left_are_not_reused():
     await target.aclose()
 
 
+async def test_a_prompt_that_was_broken_off_goes_on_where_it_was():
+    """A reader who has gone while a long prompt was read, and asks again, or one who comes with the same document."""
+    model, runner = steered(load())
+    target = TargetEngine(model)
+    target.limit_steps(None, 32)
+    prompt = random_prompt(150)
+    with runner.held():
+        reader = asyncio.create_task(answer(target, prompt))
+        await runner.wait_entered()
+        await runner.pass_one()
+        reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await target.close(f"s{int(str(next(_keys))) - 1}")
+    told = await answer(target, prompt)
+    assert (told.num_reused, told.num_forwarded) == (64, 150 - 64 + 3)
+    # One that breaks off before its first step gives back what it had found.
+    with runner.held():
+        reader = asyncio.create_task(answer(target, [*told.ids, *random_prompt(40)]))
+        await runner.wait_entered()
+        reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await target.close(f"s{int(str(next(_keys))) - 1}")
+    assert (await answer(target, told.ids)).num_reused == len(told.ids) - 1
+    await target.aclose()
+    async with Served("off") as fresh:
+        assert (await answer(fresh, prompt)).ids == told.ids
+
+
 async def test_a_draft_reuses_rows_too():
     model, runner = steered(load(role="draft"))
     draft = DraftEngine(model)

@@ -126,7 +126,7 @@ async def test_a_step_that_fails_ends_all_who_shared_it_and_the_next_one_runs() 
             with pytest.raises(RuntimeError, match="device broke"):
                 await task
         assert (await waiting)[0] == "later"
-    assert {"a is closed", "b is closed"} <= set(diary.lines)
+    assert {"a hears that the device broke", "b hears that the device broke"} <= set(diary.lines)
 
 
 async def test_cancelling_a_caller_ends_its_work_before_the_next_step() -> None:
