@@ -83,9 +83,8 @@ class Engine:
 
     def open_queue(self, max_waiting: int | None = None) -> None:
         """Let so many openings wait for a slot, by default QUEUE_PER_SESSION for each slot; the next one is refused."""
-        self._admission.max_waiting = (
-            QUEUE_PER_SESSION * self._model.max_sessions if max_waiting is None else max_waiting
-        )
+        by_default = QUEUE_PER_SESSION * self._model.max_sessions
+        self._admission.max_waiting = by_default if max_waiting is None else max_waiting
 
     def reuse_prefixes(self, among: PrefixReuse) -> None:
         """Let sessions begin with rows of others of the same first tokens: of the same caller, of all, or never."""
@@ -161,6 +160,7 @@ class Engine:
             num_running=len(scheduler.running),
             used_bytes=memory.used_bytes,
             budget_bytes=memory.budget_bytes,
+            resident_bytes=memory.touched_bytes,
             steps=replace(scheduler.counts),
             trees=replace(self.counts),
             num_reused_tokens=sessions.num_reused_tokens,

@@ -20,6 +20,9 @@ _PAGES = {
     "tasks": ("specsplit:event_loop_tasks",),
 }
 """Metrics of each quantity; a process has only some of them."""
+_KV_CACHE = "specsplit:kv_cache_resident_bytes"
+MEMORY = "MB"
+"""The memory of a process beside its KV cache, which holds more or less as warm slots come and go."""
 _LIMIT_S = 30.0
 
 
@@ -35,14 +38,18 @@ async def read(pid: int, page: str | None) -> Reading:
         found = [count for (name, _), count in samples.items() if name in names]
         if found:
             reading[quantity] = sum(found)
+    kv_mb = sum(count for (name, _), count in samples.items() if name == _KV_CACHE) / 1e6
+    reading |= {"KV MB": kv_mb, MEMORY: reading[MEMORY] - kv_mb}
     return reading
 
 
 def _of_kernel(pid: int) -> dict[str, float]:
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     status = dict(line.split(":", 1) for line in lines)
+    resident_mb = int(status["VmRSS"].split()[0]) * 1024 / 1e6
     return {
-        "RSS MB": int(status["VmRSS"].split()[0]) * 1024 / 1e6,
+        MEMORY: resident_mb,
+        "RSS MB": resident_mb,
         "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
         "threads": int(status["Threads"]),
     }
