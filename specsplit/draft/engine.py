@@ -17,7 +17,7 @@ from specsplit.engine.batch import MOST_ROUND_ROWS, Round
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
 from specsplit.engine.prefill import prefill
-from specsplit.engine.session import CUT_SHORT, WorkerSession
+from specsplit.engine.session import WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import candidate_estimates, estimates_of, num_compared
@@ -71,7 +71,7 @@ class DraftEngine(Engine):
             self.counts.num_nodes += len(proposal.token_ids)
             return proposal
         except GeneratorExit:
-            session.answer = CUT_SHORT
+            session.cut_short()
             raise
         finally:
             self._sessions.leave(session)

@@ -160,7 +160,7 @@ class Engine:
             num_running=len(scheduler.running),
             used_bytes=memory.used_bytes,
             budget_bytes=memory.budget_bytes,
-            resident_bytes=memory.touched_bytes,
+            resident_bytes=_resident_bytes(self._model, memory),
             steps=replace(scheduler.counts),
             trees=replace(self.counts),
             num_reused_tokens=sessions.num_reused_tokens,
@@ -282,6 +282,12 @@ def memory_of(sessions: SessionTable) -> KVStatistics:
         row_bytes=rows.row_bytes,
         num_preempted=sessions.seniority.num_preempted,
     )
+
+
+def _resident_bytes(model: LoadedModel, memory: KVStatistics) -> int:
+    """Return the memory behind the rows of a model; where none goes back, all slots have theirs from the beginning."""
+    cache = model.runner.cache
+    return memory.touched_bytes if cache.can_return else cache.num_slots * cache.capacity * cache.row_bytes
 
 
 def load_of(sessions: SessionTable, num_waiting: int) -> WorkerLoad:

@@ -237,8 +237,10 @@ class Scheduler:
 
 def _end(work: Work, error: Exception) -> None:
     """Tell work of the error that ends it; one that is closed instead was not wanted any more."""
+    raised_at = error.__traceback__
     with suppress(Exception):  # whatever it makes of that, its caller hears of what failed
         work.throw(error)
+    error.__traceback__ = raised_at  # the frames of the work would keep what a failed forward had computed
     work.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 
 import torch
 
@@ -17,7 +18,7 @@ from specsplit.core.record import record
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
 from specsplit.engine.callers import caller_of, salt
 from specsplit.engine.idle_sessions import IdleSessions, Pins
-from specsplit.engine.prefix_match import Match
+from specsplit.engine.prefix_match import LEAST_REUSED, Match
 from specsplit.engine.seniority import Seniority
 from specsplit.engine.slots import HEADROOM_ROWS, Slots
 from specsplit.model.kv_cache import Slot
@@ -31,8 +32,16 @@ TTL_S = 60.0
 GRACE_S = 5.0
 """A session that was used within this time is not evicted for another one."""
 
-CUT_SHORT = object()
-"""Stands for the answer of a round that was ended between two forwards, all of whose rows were computed."""
+
+class NoAnswer(Enum):
+    """Stands for the answer of a round that has none."""
+
+    YET = auto()
+    """It runs, or it has failed: its rows may be what a failure left."""
+    AGAIN = auto()
+    """The same, and the round before it has failed."""
+    CUT_SHORT = auto()
+    """It was ended between two forwards, and all the rows were computed."""
 
 
 class WorkerSession:
@@ -51,8 +60,8 @@ class WorkerSession:
         """The first ids, whose rows were there before the session began."""
         self.sampler: Sampler | None = None
         self._body: object = None
-        self.answer: object = None
-        """The answer of this round, None while it runs: a repeat of the round gets it again. Or CUT_SHORT."""
+        self.answer: object = NoAnswer.YET
+        """The answer of this round: a repeat of the round gets it again."""
         self.kept: object = None
         """The engine's own state of this epoch: the draft's tree, or the last node number that the target verified."""
         self.last_used_s = 0.0
@@ -79,7 +88,7 @@ class WorkerSession:
     @property
     def is_sound(self) -> bool:
         """Whether its rows are what was computed; after a round without an answer they may be what a failure left."""
-        return self.answer is not None
+        return not isinstance(self.answer, NoAnswer) or self.answer is NoAnswer.CUT_SHORT
 
     def reuse(self, match: Match | None) -> None:
         """Begin with the rows of a match, if there is one; the slot holds them by now."""
@@ -107,7 +116,7 @@ class WorkerSession:
         if turn.epoch == self.epoch and turn.round == self.round:
             if (turn, body) != self._body:
                 raise InvalidRequest(f"Round {turn.round} of this session had another body before.", param="round")
-            if self.answer is not None and self.answer is not CUT_SHORT:
+            if not isinstance(self.answer, NoAnswer):
                 return True
         # The length rule: a slot that is longer than the base is cut to it later, one that is shorter or other says so.
         if turn.base_length > len(self.ids):
@@ -125,10 +134,16 @@ class WorkerSession:
 
     def begin(self, turn: Turn, body: object) -> None:
         """Begin the turn's round once `admit` has passed; a new epoch drops the state kept through the last one."""
+        has_failed = self.epoch >= 0 and (self.answer is NoAnswer.YET or self.answer is NoAnswer.AGAIN)
+        self.answer = NoAnswer.AGAIN if has_failed else NoAnswer.YET
         if turn.epoch > self.epoch:
             self.kept = None
-        self.epoch, self.round = turn.epoch, turn.round
-        self._body, self.answer = (turn, body), None
+        self.epoch, self.round, self._body = turn.epoch, turn.round, (turn, body)
+
+    def cut_short(self) -> None:
+        """End the round between two forwards, without an answer; rows of a failure before it stay in doubt."""
+        if self.answer is NoAnswer.YET:
+            self.answer = NoAnswer.CUT_SHORT
 
     def common_length(self, turn: Turn) -> int:
         """Return how many of the turn's tokens (base + tail) the slot holds, counted from the start."""
@@ -360,7 +375,7 @@ class SessionTable:
 
     def _end(self, session: WorkerSession) -> None:
         """Let a session go; its rows may serve another one."""
-        if session.is_sound:
+        if session.is_sound and len(session.ids) >= LEAST_REUSED:
             self._forget(session)
             self.slots.keep(session)
         else:

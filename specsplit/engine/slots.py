@@ -251,8 +251,12 @@ class Slots:
 
 
 def _has_few_more(match: Match, first: WarmSlot) -> bool:
-    """Whether there are few rows behind a match beside its own, and those of the slot that would go for a copy."""
-    return len(match.holder.ids) - match.length <= FEW_ROWS * min(match.length, len(first.ids))
+    """Whether there are few rows behind a match beside its own, and those of the slot that would go for a copy.
+
+    Of a stranger's slot nothing is asked, since whoever has the match could tell its length by what became of his own.
+    """
+    others = len(first.ids) if first.salt == match.holder.salt else match.length
+    return len(match.holder.ids) - match.length <= FEW_ROWS * min(match.length, others)
 
 
 def _too_few(rows: RowBudget, num_rows: int) -> str:

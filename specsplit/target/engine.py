@@ -30,7 +30,7 @@ from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
 from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.prefill import PrefillReport, prefill
-from specsplit.engine.session import CUT_SHORT, WorkerSession
+from specsplit.engine.session import WorkerSession
 from specsplit.engine.slots import Loan
 from specsplit.limits import MAX_DEPTH
 from specsplit.model.attention.head_work import HeadWork
@@ -175,7 +175,7 @@ class TargetEngine(Engine):
             session.answer = verdict
             return verdict
         except GeneratorExit:
-            session.answer = CUT_SHORT
+            session.cut_short()
             raise
         finally:
             self._sessions.leave(session)

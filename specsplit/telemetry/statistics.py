@@ -56,7 +56,7 @@ class WorkerStatistics:
     budget_bytes: int = 0
     """Bytes that the KV cache may use; 0 if there is no budget."""
     resident_bytes: int = 0
-    """Bytes of memory behind the KV cache, rows that no session needs included; not in the messages of Stats."""
+    """Bytes of memory behind the KV cache, rows that no session needs included; 0 if unknown. Not in Stats."""
     steps: StepCounts = field(default_factory=StepCounts)
     trees: TreeCounts = field(default_factory=TreeCounts)
     num_reused_tokens: int = 0

@@ -24,7 +24,7 @@ from tests.chaos.readings import MEMORY, Reading, read
 from tests.chaos.slopes import slope_of
 
 PERIOD_S = 10.0
-LOOK_S, WINDOW_S = 2.0, 60.0
+LOOK_S, WINDOW_S, LEAST_S = 2.0, 60.0, 60.0
 LIMITS = {MEMORY: 1.0}
 """The growth in ten minutes that a quantity may have; a count may have LIMIT."""
 LIMIT = 0.25
@@ -52,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     warm_up = min(10.0, chosen.minutes / 4) if chosen.warm_up is None else chosen.warm_up
     lengths_s = (warm_up * 60, (chosen.minutes - warm_up) * 60)
+    if lengths_s[1] < LEAST_S:
+        parser.error(f"--minutes {chosen.minutes:g}: {LEAST_S:.0f} s at least have to be measured")
     found = asyncio.run(run(lengths_s, chosen.requests_per_s, chosen.seed))
     chosen.report.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(_table(found) + f"\nEvery sample stands in {chosen.report}.\n")
@@ -71,6 +73,8 @@ async def run(lengths_s: tuple[float, float], requests_per_s: float, seed: int) 
             await load(farm.gateway.url, rng, requests_per_s, lengths_s[1], counts)
             sampling.cancel()
             await asyncio.wait({sampling})
+            if not sampling.cancelled():
+                sampling.result()  # it has failed, and nothing was read from then on
             left = _still_held(before, await _at_rest(farm))
             seconds = time.monotonic() - began_s
     slopes = _slopes(samples)

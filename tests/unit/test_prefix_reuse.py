@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import count
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,77 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specsplit.core.errors import NoFreeSlot, SlotBehind
-from specsplit.core.types import Budget, Proposal, SamplingParams, Verdict, prefix_hashes
+from specsplit.core.types import Budget, Proposal, SamplingParams, prefix_hashes
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.prefix_match import LEAST_REUSED, longest_match
 from specsplit.engine.slots import WarmSlot
 from specsplit.model.kv_cache import Slot
-from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards, opened
-from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.packs import DTYPES, require_packs
+from tests.support.reuse import HOT, MAX_SESSIONS, Served, answer, folder, load, new_key
 from tests.support.rounds import params_of, random_prompt, script, verdicts
 from tests.support.runners import steered
-
-MAX_SESSIONS = 3
-HOT = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.5, repetition_penalty=1.1)
-_folders = TemporaryDirectory()
-_keys = count(1)
-
-
-@cache
-def folder(family: str) -> Path:
-    return save_model(Path(_folders.name) / family, FAMILIES[family](), seed=5)
-
-
-@cache
-def load(family: str = "llama", dtype: str = "fp32", role: Any = "target", *, copy: int = 0) -> LoadedModel:
-    """Return a model with slots of its own for every `copy`."""
-    options: Any = {"dtype": dtype, "max_sessions": MAX_SESSIONS, "context": 200, "record": False}
-    return load_model(str(folder(family)), role=role, threads=1, **options)
-
-
-@dataclass
-class Told:
-    """An answer, and what it cost."""
-
-    ids: list[int]
-    """Prompt and answer."""
-    num_forwarded: int
-    num_reused: int
-
-
-async def answer(
-    target: TargetEngine, prompt: Sequence[int], length: int = 4, *, caller: str = "", sampling: SamplingParams = HOT
-) -> Told:
-    """Answer by one verify a token, and end the session."""
-    key, ids, told = f"s{next(_keys)}", list(prompt), Told([], 0, 0)
-    params = replace(params_of(sampling, len(prompt)), caller=caller)
-    for number in range(1, length + 1):
-        turn = script(params, ids, len(ids) - 1 if number > 1 else 0, number, key)
-        verdict: Verdict = await target.verify(turn, Proposal(1, len(ids) - 1))
-        ids.append(verdict.bonus_token)
-        told.num_forwarded += verdict.timings.num_tokens
-        told.num_reused += verdict.num_reused
-    await target.close(key)
-    target.check_integrity()
-    return replace(told, ids=ids)
-
-
-class Served:
-    """A target for the length of a block."""
-
-    def __init__(self, among: Any = "caller", **how: Any) -> None:
-        self._model, self._among = load(**how), among
-
-    async def __aenter__(self) -> TargetEngine:
-        self._target = TargetEngine(self._model)
-        self._target.reuse_prefixes(self._among)
-        return self._target
-
-    async def __aexit__(self, *raised: object) -> None:
-        await self._target.aclose()
 
 
 async def test_the_next_turn_of_a_chat_forwards_only_what_is_new():
@@ -244,56 +180,13 @@ async def test_a_long_text_that_ended_first_is_the_first_to_go():
         assert [(await answer(target, [*ids, 6])).num_reused for ids in chats] == [len(ids) - 1 for ids in chats]
 
 
-async def test_rows_that_a_failure_left_are_not_reused():
-    model, runner = steered(load())
-    target = TargetEngine(model)
-    prompt = random_prompt(40)
-    runner.failures[1] = RuntimeError("the device broke")
-    with pytest.raises(RuntimeError, match="broke"):
-        await answer(target, prompt)  # in its second round
-    (key,) = [f"s{int(str(next(_keys))) - 1}"]
-    await target.close(key)
-    assert (await answer(target, prompt)).num_reused == 0
-    await target.aclose()
-
-
-async def test_a_prompt_that_was_broken_off_goes_on_where_it_was():
-    """A reader who has gone while a long prompt was read, and asks again, or one who comes with the same document."""
-    model, runner = steered(load())
-    target = TargetEngine(model)
-    target.limit_steps(None, 32)
-    prompt = random_prompt(150)
-    with runner.held():
-        reader = asyncio.create_task(answer(target, prompt))
-        await runner.wait_entered()
-        await runner.pass_one()
-        reader.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reader
-    await target.close(f"s{int(str(next(_keys))) - 1}")
-    told = await answer(target, prompt)
-    assert (told.num_reused, told.num_forwarded) == (64, 150 - 64 + 3)
-    # One that breaks off before its first step gives back what it had found.
-    with runner.held():
-        reader = asyncio.create_task(answer(target, [*told.ids, *random_prompt(40)]))
-        await runner.wait_entered()
-        reader.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reader
-    await target.close(f"s{int(str(next(_keys))) - 1}")
-    assert (await answer(target, told.ids)).num_reused == len(told.ids) - 1
-    await target.aclose()
-    async with Served("off") as fresh:
-        assert (await answer(fresh, prompt)).ids == told.ids
-
-
 async def test_a_draft_reuses_rows_too():
     model, runner = steered(load(role="draft"))
     draft = DraftEngine(model)
     prompt = random_prompt(60)
 
     async def propose(ids: Sequence[int]) -> Proposal:
-        key = f"d{next(_keys)}"
+        key = new_key("d")
         proposal = await draft.propose(script(params_of(HOT, 60), ids, 0, 1, key), 0, Budget(6, 3, 2))
         await draft.close(key)
         draft.check_integrity()
@@ -346,7 +239,7 @@ def test_any_order_of_sessions_has_the_texts_without_reuse(rng: random.Random):
                     del open_[key]
                     target.check_integrity()
                     continue
-                key, cut = f"h{next(_keys)}", rng.randrange(1, 61)
+                key, cut = new_key("h"), rng.randrange(1, 61)
                 ids = [*trunk[:cut], *random_prompt(rng.randrange(1, 30))]
                 params = params_of(SamplingParams(), len(ids))
                 told = [
