@@ -83,8 +83,9 @@ class Engine:
 
     def open_queue(self, max_waiting: int | None = None) -> None:
         """Let so many openings wait for a slot, by default QUEUE_PER_SESSION for each slot; the next one is refused."""
-        by_default = QUEUE_PER_SESSION * self._model.max_sessions
-        self._admission.max_waiting = by_default if max_waiting is None else max_waiting
+        self._admission.max_waiting = (
+            QUEUE_PER_SESSION * self._model.max_sessions if max_waiting is None else max_waiting
+        )
 
     def reuse_prefixes(self, among: PrefixReuse) -> None:
         """Let sessions begin with rows of others of the same first tokens: of the same caller, of all, or never."""
@@ -160,7 +161,6 @@ class Engine:
             num_running=len(scheduler.running),
             used_bytes=memory.used_bytes,
             budget_bytes=memory.budget_bytes,
-            resident_bytes=_resident_bytes(self._model, memory),
             steps=replace(scheduler.counts),
             trees=replace(self.counts),
             num_reused_tokens=sessions.num_reused_tokens,
@@ -282,12 +282,6 @@ def memory_of(sessions: SessionTable) -> KVStatistics:
         row_bytes=rows.row_bytes,
         num_preempted=sessions.seniority.num_preempted,
     )
-
-
-def _resident_bytes(model: LoadedModel, memory: KVStatistics) -> int:
-    """Return the memory behind the rows of a model; where none goes back, all slots have theirs from the beginning."""
-    cache = model.runner.cache
-    return memory.touched_bytes if cache.can_return else cache.num_slots * cache.capacity * cache.row_bytes
 
 
 def load_of(sessions: SessionTable, num_waiting: int) -> WorkerLoad:

@@ -55,7 +55,6 @@ _GAUGES: tuple[_Value, ...] = (
     ("kv_cache_usage_perc", "Share of the KV cache in use, 1 if it is full.", _kv_cache_share),
     ("kv_cache_used_bytes", "Bytes of the KV cache in use; 0 if unknown.", lambda s: s.used_bytes),
     ("kv_cache_budget_bytes", "Bytes that the KV cache may use; 0 without a budget.", lambda s: s.budget_bytes),
-    ("kv_cache_resident_bytes", "Bytes of memory that the KV cache holds; 0 if unknown.", lambda s: s.resident_bytes),
     ("num_slots", "KV slots.", lambda s: s.num_slots),
     ("num_slots_used", "KV slots in use.", lambda s: s.num_slots_used),
     (

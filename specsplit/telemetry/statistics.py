@@ -55,8 +55,6 @@ class WorkerStatistics:
     """Bytes of the KV cache in use; 0 if unknown."""
     budget_bytes: int = 0
     """Bytes that the KV cache may use; 0 if there is no budget."""
-    resident_bytes: int = 0
-    """Bytes of memory behind the KV cache, rows that no session needs included; 0 if unknown. Not in Stats."""
     steps: StepCounts = field(default_factory=StepCounts)
     trees: TreeCounts = field(default_factory=TreeCounts)
     num_reused_tokens: int = 0

@@ -20,9 +20,10 @@ _PAGES = {
     "tasks": ("specsplit:event_loop_tasks",),
 }
 """Metrics of each quantity; a process has only some of them."""
-_KV_CACHE = "specsplit:kv_cache_resident_bytes"
-MEMORY = "MB"
-"""The memory of a process beside its KV cache, which holds more or less as warm slots come and go."""
+MEMORY, KV_CACHE = "MB", "KV MB"
+"""The memory of a process beside its KV cache, and that of the cache: more or less, as warm slots come and go."""
+_OF_KV_CACHES = "nh"
+"""The mark of mappings without huge pages: nothing else in our processes asks for that."""
 _LIMIT_S = 30.0
 
 
@@ -38,18 +39,25 @@ async def read(pid: int, page: str | None) -> Reading:
         found = [count for (name, _), count in samples.items() if name in names]
         if found:
             reading[quantity] = sum(found)
-    kv_mb = sum(count for (name, _), count in samples.items() if name == _KV_CACHE) / 1e6
-    reading |= {"KV MB": kv_mb, MEMORY: reading[MEMORY] - kv_mb}
     return reading
 
 
 def _of_kernel(pid: int) -> dict[str, float]:
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     status = dict(line.split(":", 1) for line in lines)
-    resident_mb = int(status["VmRSS"].split()[0]) * 1024 / 1e6
     return {
-        MEMORY: resident_mb,
-        "RSS MB": resident_mb,
+        **_memory(Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace")),
         "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
         "threads": int(status["Threads"]),
     }
+
+
+def _memory(mappings: str) -> dict[str, float]:
+    found, resident = {MEMORY: 0.0, KV_CACHE: 0.0}, 0
+    for line in mappings.splitlines():
+        name, _, rest = line.partition(":")
+        if name == "Rss":
+            resident = int(rest.split()[0])
+        elif name == "VmFlags":  # the last line of a mapping
+            found[KV_CACHE if _OF_KV_CACHES in rest.split() else MEMORY] += resident * 1024 / 1e6
+    return found

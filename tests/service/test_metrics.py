@@ -81,10 +81,7 @@ def test_every_role_counts_for_prometheus_what_top_reads(tmp_path: Path, capfd: 
         assert value(page, "specsplit:build_info", role=role) == 1
         assert value(page, "process_resident_memory_bytes") > 1 << 20
         assert all(PROMPT.strip() not in label for _, own in page for _, label in own)
-    held, budget = (value(pages["draft"], f"specsplit:kv_cache_{name}_bytes") for name in ("resident", "budget"))
-    assert 0 < held < budget
     page = pages["target"]
-    assert value(page, "specsplit:kv_cache_resident_bytes") == 0, "the rows are in its stage"
     for name, count in TARGET_COUNTS.items():
         assert value(page, f"specsplit:{name}") == count(found["target"]) > 0, name
     assert value(page, "specsplit:generation_tokens_total") >= len(text)

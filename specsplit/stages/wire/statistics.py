@@ -55,8 +55,7 @@ class ChainFront:
         for link, num_bytes in self._link().link_bytes.items():
             link_bytes["stages", "sent" if link.startswith("coordinator->") else "received"] += num_bytes
         resyncs = {str(reason): count for reason, count in self._sent.num_resends.items()}
-        own = self._engine.worker_statistics()  # the rows' memory is its stages'
-        return replace(own, num_resyncs=resyncs, link_bytes=link_bytes, resident_bytes=0)
+        return replace(self._engine.worker_statistics(), num_resyncs=resyncs, link_bytes=link_bytes)
 
     def abandon(self, sessions: Sequence[str]) -> None:
         self._engine.abandon(sessions)
