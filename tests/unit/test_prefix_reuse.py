@@ -180,6 +180,17 @@ async def test_a_long_text_that_ended_first_is_the_first_to_go():
         assert [(await answer(target, [*ids, 6])).num_reused for ids in chats] == [len(ids) - 1 for ids in chats]
 
 
+@pytest.mark.parametrize("length", [20, 150])
+async def test_what_becomes_of_ones_rows_tells_no_strangers_length(length: int):
+    async with Served() as target:
+        await answer(target, random_prompt(length), caller="boris")
+        told = await answer(target, [1, *random_prompt(40)], 8, caller="anna")
+        await answer(target, [2, *random_prompt(40)], caller="anna")
+        # Every slot is warm, and boris's would be the first to go for a copy of this prompt's rows.
+        await answer(target, told.ids[:41], 1, caller="anna")
+        assert (await answer(target, told.ids, 1, caller="anna")).num_reused == 41
+
+
 async def test_a_draft_reuses_rows_too():
     model, runner = steered(load(role="draft"))
     draft = DraftEngine(model)
