@@ -34,6 +34,11 @@ class Holder(Protocol):
         """The prefix hash behind each of the ids."""
         ...
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether its rows may be what a failure left."""
+        ...
+
 
 @record
 class Match:

@@ -86,9 +86,9 @@ class WorkerSession:
         log_session(event, self.key, self.sampler.params.request_id if self.sampler is not None else "", reason)
 
     @property
-    def is_sound(self) -> bool:
-        """Whether its rows are what was computed; after a round without an answer they may be what a failure left."""
-        return not isinstance(self.answer, NoAnswer) or self.answer is NoAnswer.CUT_SHORT
+    def is_in_doubt(self) -> bool:
+        """Whether its rows may be what a failure left, since its last round, or the one before, has failed."""
+        return self.answer is NoAnswer.AGAIN or (self.answer is NoAnswer.YET and not self.is_in_use)
 
     def reuse(self, match: Match | None) -> None:
         """Begin with the rows of a match, if there is one; the slot holds them by now."""
@@ -375,7 +375,7 @@ class SessionTable:
 
     def _end(self, session: WorkerSession) -> None:
         """Let a session go; its rows may serve another one."""
-        if session.is_sound and len(session.ids) >= LEAST_REUSED:
+        if not session.is_in_doubt and len(session.ids) >= LEAST_REUSED:
             self._forget(session)
             self.slots.keep(session)
         else:

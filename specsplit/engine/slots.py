@@ -37,6 +37,10 @@ class WarmSlot:
     ids: Sequence[int]
     hashes: Sequence[int]
 
+    @property
+    def is_in_doubt(self) -> bool:
+        return False
+
 
 @dataclass(slots=True, eq=False)
 class Loan:
@@ -181,7 +185,7 @@ class Slots:
         if self.prefix_reuse == "off":
             return None
         among = salt if self.prefix_reuse == "caller" else None
-        return longest_match(tail, among, [*self._warm.values(), *sessions])
+        return longest_match(tail, among, [*self._warm.values(), *(each for each in sessions if not each.is_in_doubt)])
 
     def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""

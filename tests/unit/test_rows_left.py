@@ -40,6 +40,19 @@ async def test_rows_that_a_failure_left_are_not_reused() -> None:
     await target.aclose()
 
 
+async def test_nobody_begins_with_them_while_the_session_is_open() -> None:
+    model, runner = steered(load())
+    target = TargetEngine(model)
+    target.limit_steps(None, 32)
+    prompt = random_prompt(150)
+    runner.failures[2] = RuntimeError("the device broke")
+    with pytest.raises(RuntimeError, match="broke"):
+        await target.verify(script(params_of(HOT, 150), prompt, 0, 1, new_key()), Proposal(1, 149))
+    assert len(runner.steps) == 3, "two pieces were committed"
+    assert (await answer(target, prompt)).num_reused == 0
+    await target.aclose()
+
+
 async def test_they_stay_in_doubt_when_the_next_round_is_cut_short() -> None:
     model, runner = steered(load())
     target = TargetEngine(model)
