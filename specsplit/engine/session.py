@@ -39,7 +39,7 @@ class NoAnswer(Enum):
     YET = auto()
     """It runs, or it has failed: its rows may be what a failure left."""
     AGAIN = auto()
-    """The same, and the round before it has failed."""
+    """The same, and one has failed since the last answer."""
     CUT_SHORT = auto()
     """It was ended between two forwards, and all the rows were computed."""
 
@@ -87,7 +87,7 @@ class WorkerSession:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether its rows may be what a failure left, since its last round, or the one before, has failed."""
+        """Whether its rows may be what a failure left: a round has failed, and none was answered since."""
         return self.answer is NoAnswer.AGAIN or (self.answer is NoAnswer.YET and not self.is_in_use)
 
     def reuse(self, match: Match | None) -> None:
@@ -134,7 +134,9 @@ class WorkerSession:
 
     def begin(self, turn: Turn, body: object) -> None:
         """Begin the turn's round once `admit` has passed; a new epoch drops the state kept through the last one."""
-        has_failed = self.epoch >= 0 and (self.answer is NoAnswer.YET or self.answer is NoAnswer.AGAIN)
+        has_failed = (
+            bool(self.ids) and self.epoch >= 0 and (self.answer is NoAnswer.YET or self.answer is NoAnswer.AGAIN)
+        )
         self.answer = NoAnswer.AGAIN if has_failed else NoAnswer.YET
         if turn.epoch > self.epoch:
             self.kept = None
@@ -195,8 +197,8 @@ class SessionTable:
     """Opens sessions on their first turn and frees their slots: at the end, when they expire, or for a new session.
 
     A session is in use while its work runs, and then neither expires nor is evicted. An ended session's slot stays
-    warm: it goes to a new session with the same first tokens, or to any that needs a slot. `on_release` is called with
-    each slot whose rows are forgotten, `on_free` whenever a session gives up its slot.
+    warm if others can begin with its rows, and goes to one of them, or to any that needs a slot. `on_release` is called
+    with each slot whose rows are forgotten, `on_free` whenever a session gives up its slot.
     """
 
     def __init__(

@@ -20,7 +20,8 @@ from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
 
 FEW_ROWS = 0.25
-"""Share of the rows that match, and of those of the slot that goes first, up to which rows behind a match are few.
+"""Share of the rows that match, and of those of the slot that goes first if it is the caller's, up to which rows
+behind a match are few.
 
 Chosen: below 1, since whoever ended last comes back sooner than whoever ended first.
 """
@@ -185,7 +186,8 @@ class Slots:
         if self.prefix_reuse == "off":
             return None
         among = salt if self.prefix_reuse == "caller" else None
-        return longest_match(tail, among, [*self._warm.values(), *(each for each in sessions if not each.is_in_doubt)])
+        lenders = [each for each in sessions if not each.is_in_doubt] if self._cache.can_copy else []
+        return longest_match(tail, among, [*self._warm.values(), *lenders])
 
     def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""

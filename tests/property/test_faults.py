@@ -19,7 +19,7 @@ from specsplit.core.errors import SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.engine.batch import Round, Work
 from specsplit.engine.scheduler import WorkQueue
-from specsplit.engine.session import SessionTable, WorkerSession
+from specsplit.engine.session import NoAnswer, SessionTable, WorkerSession
 from specsplit.orchestrator import retry, session
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import SessionContract
@@ -135,7 +135,7 @@ def without_round_cache(patch: pytest.MonkeyPatch) -> None:
     admit = WorkerSession.admit
 
     def forgetful(session: WorkerSession, turn: Turn, body: object) -> bool:
-        session.answer = None
+        session.answer = NoAnswer.YET
         return admit(session, turn, body)
 
     patch.setattr(WorkerSession, "admit", forgetful)

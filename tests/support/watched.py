@@ -180,7 +180,7 @@ class _Watch:
                 last = self._last.get(turn.session, (-1, -1))
                 self.ledger.require(last < this, f"rounds: (epoch, round) {this} ran after {last}")
             while True:
-                logits = yield ClaimedEntry(
+                claimed = ClaimedEntry(
                     entry.slot,
                     entry.base_length,
                     entry.token_ids,
@@ -188,6 +188,11 @@ class _Watch:
                     entry.num_logits,
                     committed=self.ledger.rows_of(turn),
                 )
+                try:
+                    logits = yield claimed
+                except Exception as error:
+                    work.throw(error)
+                    raise
                 entry = work.send(logits)
         except StopIteration as stop:
             self._last[turn.session] = this

@@ -223,6 +223,8 @@ async def test_a_chain_takes_over_a_slot_as_it_is(ends: Any):
         expected = (await answer(target, [*ids, *later], 12)).ids
         cut = (await answer(target, [*ids[:30], *later], 12)).ids
     async with opened(parts) as chain:
+        # A session that is open and begins alike lends nothing here, so it must not stand before a warm slot.
+        await chain.target.verify(script(params_of(HOT, 40), first, 0, 1, "open"), Proposal(1, 39))
         assert (await answer(chain.target, first, 12)).ids == ids
         sent = sum(session.num_tokens for _, packet in chain.wire.seen for session in packet.sessions)
         told = await answer(chain.target, [*ids, *later], 12)
@@ -231,6 +233,7 @@ async def test_a_chain_takes_over_a_slot_as_it_is(ends: Any):
         now = sum(session.num_tokens for _, packet in chain.wire.seen for session in packet.sessions)
         assert now - sent <= 2 * told.num_forwarded
         told = await answer(chain.target, [*ids[:30], *later], 12)
+        await chain.target.close("open")
         assert (told.ids, told.num_reused) == (cut, 30)
         assert chain.runner.chain_statistics.recomputed_tokens == 0
 
