@@ -185,9 +185,8 @@ class Slots:
     def _match(self, tail: Sequence[int], salt: str, sessions: Iterable[Holder]) -> Match | None:
         if self.prefix_reuse == "off":
             return None
-        among = salt if self.prefix_reuse == "caller" else None
         lenders = [each for each in sessions if not each.is_in_doubt] if self._cache.can_copy else []
-        return longest_match(tail, among, [*self._warm.values(), *lenders])
+        return longest_match(tail, salt if self.prefix_reuse == "caller" else None, [*self._warm.values(), *lenders])
 
     def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""
