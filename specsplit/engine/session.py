@@ -134,10 +134,8 @@ class WorkerSession:
 
     def begin(self, turn: Turn, body: object) -> None:
         """Begin the turn's round once `admit` has passed; a new epoch drops the state kept through the last one."""
-        has_failed = (
-            bool(self.ids) and self.epoch >= 0 and (self.answer is NoAnswer.YET or self.answer is NoAnswer.AGAIN)
-        )
-        self.answer = NoAnswer.AGAIN if has_failed else NoAnswer.YET
+        has_none = self.answer is NoAnswer.YET or self.answer is NoAnswer.AGAIN
+        self.answer = NoAnswer.AGAIN if has_none and self.ids and self.epoch >= 0 else NoAnswer.YET
         if turn.epoch > self.epoch:
             self.kept = None
         self.epoch, self.round, self._body = turn.epoch, turn.round, (turn, body)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from functools import partial
 
 import pytest
 
-from specsplit.core.types import Proposal
+from specsplit.core.types import Proposal, Turn
 from specsplit.engine.prefix_match import LEAST_REUSED
 from specsplit.engine.session import SessionTable
 from specsplit.target.engine import TargetEngine
@@ -42,31 +41,31 @@ async def test_rows_that_a_failure_left_are_not_reused() -> None:
     await target.aclose()
 
 
-async def test_nobody_begins_with_them_while_the_session_is_open() -> None:
+async def fail_behind_two_pieces(turn: Turn) -> tuple[TargetEngine, SteeredRunner]:
+    """Return a target whose session of a turn has two pieces of its prompt, and failed in the third."""
     model, runner = steered(load())
     target = TargetEngine(model)
     target.limit_steps(None, 32)
-    prompt = random_prompt(150)
     runner.failures[2] = RuntimeError("the device broke")
     with pytest.raises(RuntimeError, match="broke"):
-        await target.verify(script(params_of(HOT, 150), prompt, 0, 1, new_key()), Proposal(1, 149))
+        await target.verify(turn, Proposal(1, 149))
     assert len(runner.steps) == 3, "two pieces were committed"
+    return target, runner
+
+
+async def test_nobody_begins_with_them_while_the_session_is_open() -> None:
+    prompt = random_prompt(150)
+    target, _ = await fail_behind_two_pieces(script(params_of(HOT, 150), prompt, 0, 1, new_key()))
     assert (await answer(target, prompt)).num_reused == 0
     await target.aclose()
 
 
 async def test_they_stay_in_doubt_when_the_next_round_is_cut_short() -> None:
-    model, runner = steered(load())
-    target = TargetEngine(model)
-    target.limit_steps(None, 32)
-    prompt, key = random_prompt(150), new_key()
-    verify = partial(target.verify, script(params_of(HOT, 150), prompt, 0, 1, key), Proposal(1, 149))
-    runner.failures[2] = RuntimeError("the device broke")
-    with pytest.raises(RuntimeError, match="broke"):
-        await verify()
-    await cut_short(runner, verify())
+    turn = script(params_of(HOT, 150), random_prompt(150), 0, 1, new_key())
+    target, runner = await fail_behind_two_pieces(turn)
+    await cut_short(runner, target.verify(turn, Proposal(1, 149)))
     assert [len(sequence.token_ids) for (sequence,) in runner.steps] == [32, 32, 32, 32], "the first two are kept"
-    await target.close(key)
+    await target.close(turn.session)
     assert target.statistics().sessions.num_slots_warm == 0
     await target.aclose()
 
