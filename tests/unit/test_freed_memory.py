@@ -76,11 +76,15 @@ def test_work_without_a_pause_gives_back_once_in_a_while() -> None:
 
 
 class Fragments:
-    """Work of one step: blocks that are freed, and between them small ones that stay and hold their heap's place."""
+    """Work of one step: blocks most of which are freed, and between them some that stay and hold their heap's place.
+
+    All are of one size: smaller ones would find place in what earlier work has freed, and no longer lie between. Then
+    the freed blocks would be one at their heap's end, which the C library keeps.
+    """
 
     has_work = can_step = True
     wait_s = 0.0
-    num_blocks, block_bytes, kept_bytes = 16 * MUCH // 100_000, 100_000, 100
+    num_blocks, block_bytes, kept_every = 16 * MUCH // 100_000, 100_000, 20
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -90,12 +94,10 @@ class Fragments:
         """Bytes that the process held before it freed the blocks."""
 
     def step(self) -> None:
-        blocks: list[int] = []
-        for _ in range(self.num_blocks):
-            blocks.append(self._taken(self.block_bytes))
-            self._kept.append(self._taken(self.kept_bytes))
+        blocks = [self._taken() for _ in range(self.num_blocks)]
         self.most = resident_bytes()
-        self._free(blocks)
+        self._kept = blocks[:: self.kept_every]
+        self._free(sorted({*blocks} - {*self._kept}))
         self.has_work = self.can_step = False
 
     def abandon(self) -> None: ...
@@ -103,9 +105,9 @@ class Fragments:
     def close(self) -> None:
         self._free(self._kept)
 
-    def _taken(self, num_bytes: int) -> int:
-        address = self._library.malloc(num_bytes)
-        ctypes.memset(address, 1, num_bytes)
+    def _taken(self) -> int:
+        address = self._library.malloc(self.block_bytes)
+        ctypes.memset(address, 1, self.block_bytes)
         return address
 
     def _free(self, addresses: list[int]) -> None:
