@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, WorkerUnreachable
+from specsplit.rpc.auth import Guard, current_peer
 from specsplit.rpc.channel import Duplex
 from specsplit.stages.wire.own_stage import OwnChannel, OwnStage
 
 
 class Service(grpc.GenericRpcHandler):
-    """Echoes what streams in, fails where it is told to, and never answers other calls."""
+    """Echoes what streams in, fails where it is told to, says who calls, and never answers other calls."""
 
     def __init__(self) -> None:
         self.has_ended = asyncio.Event()
@@ -24,7 +26,12 @@ class Service(grpc.GenericRpcHandler):
         make: Any = grpc
         if handler_call_details.method.endswith("Forward"):
             return make.stream_stream_rpc_method_handler(self._echo)
+        if handler_call_details.method.endswith("Configure"):
+            return make.unary_unary_rpc_method_handler(self._caller)
         return make.unary_unary_rpc_method_handler(self._hang)
+
+    async def _caller(self, data: bytes, context: object) -> bytes:
+        return current_peer().name.encode()
 
     async def _hang(self, data: bytes, context: object) -> bytes:
         await asyncio.Event().wait()
@@ -37,7 +44,7 @@ class Service(grpc.GenericRpcHandler):
                     raise InvalidRequest("This is refused.")
                 if data == b"other":
                     raise KeyError("lost")
-                yield data
+                yield current_peer().name.encode() if data == b"who" else data
         finally:
             self.has_ended.set()
 
@@ -80,3 +87,17 @@ async def test_a_call_that_is_broken_off_ends_the_stages_side() -> None:
 async def test_a_call_that_is_not_answered_in_time_is_late() -> None:
     with pytest.raises(DeadlineExceeded, match="own stage did not answer"):
         await OwnStage(Service()).ping(0.01)
+
+
+async def test_a_chain_restored_for_a_request_is_not_that_of_its_peer() -> None:
+    """A packet of a request makes the chain anew in the context of the request's call, where the peer is a gateway."""
+    proved: Any = SimpleNamespace(auth_context=lambda: {"peer_uri": [b"spiffe://specsplit/gateway"]})
+    Guard(is_secure=True).admit(proved, "/specsplit.v1.TargetService/Ping")
+    assert current_peer().role == "gateway"
+    service = Service()
+    assert await OwnChannel(service).call("/specsplit.v1.StageService/Configure", b"", 60.0) == b""
+    call = opened(service)
+    await call.write(b"who")
+    assert await call.read() == b""
+    call.cancel()
+    await service.has_ended.wait()

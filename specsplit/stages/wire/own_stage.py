@@ -1,12 +1,15 @@
 """A stage in its coordinator's own process: called as the others are, without a connection.
 
 The first stage of a chain can be one. A token then takes one way less, and is handed from process to process once less.
+Its calls run outside of the context of whoever makes them, as they would elsewhere: the chain may be restored for a
+request, and the stage is not to mistake the request's peer for the coordinator.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -52,7 +55,8 @@ class OwnChannel(WorkerChannel):
     async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._found(method).unary_unary(request, None)
+                answer = self._found(method).unary_unary(request, None)
+                return await asyncio.create_task(answer, context=Context())
         except TimeoutError:
             raise DeadlineExceeded(f"{_NAME} did not answer within {timeout_s:g} s.") from None
 
@@ -75,7 +79,8 @@ class _OwnCall(Duplex):
         self._channel = channel
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._answers: asyncio.Queue[bytes | SpecSplitError | None] = asyncio.Queue()
-        self._serving = asyncio.create_task(self._serve(handler.stream_stream(self._arriving(), None)))
+        answers = handler.stream_stream(self._arriving(), None)
+        self._serving = asyncio.create_task(self._serve(answers), context=Context())
 
     async def write(self, data: bytes) -> None:
         if self._serving.done():
