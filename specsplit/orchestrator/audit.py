@@ -60,6 +60,11 @@ class Audit:
         self._is_due = False
         """Whether the next round is audited, whatever is drawn: the last audit was missed."""
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether the session goes on at a target that was not asked who it is."""
+        return self._session.is_moved
+
     async def accepts(self, verdict: Verdict, targets: TargetHistory) -> bool:
         """Return whether the verdict may be committed; `targets` are those that computed the text.
 

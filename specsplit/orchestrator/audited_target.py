@@ -36,7 +36,7 @@ class AuditedTarget(TargetClient):
         Raises what it raises, and WrongResult as `Audit.accepts` does.
         """
         verdict = await super().verify(proposal)
-        while not await self._audit.accepts(verdict, self.targets):
+        while not await self._is_accepted(verdict):
             self._raise_epoch(is_reported=False)
             await self._begin_again()
             verdict = await super().verify(proposal)
@@ -45,11 +45,17 @@ class AuditedTarget(TargetClient):
     async def next_commit(self, feed: NodeFeed) -> Verdict:
         """Do what a target client does; raises as `verify` does."""
         commit = await super().next_commit(feed)
-        while not await self._audit.accepts(commit, self.targets):
+        while not await self._is_accepted(commit):
             await self._drop_stream()
             await self._begin_again()
             commit = await super().next_commit(feed)
         return self._shown(commit)
+
+    async def _is_accepted(self, verdict: Verdict) -> bool:
+        """Return what the audit says of a verdict; who computed it is counted first, be it at other numerics."""
+        if self._audit.is_moved:
+            await self._check_worker()
+        return await self._audit.accepts(verdict, self.targets)
 
     def _shown(self, verdict: Verdict) -> Verdict:
         """Return the verdict as the request asked for it."""

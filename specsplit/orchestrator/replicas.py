@@ -233,6 +233,8 @@ class ReplicaSession:
         self._replica = self.answered = replicas.least_loaded()
         """`answered` gave the last verdict."""
         self._replica.num_sessions += 1
+        self.is_moved = False
+        """Whether it left a quarantined replica since the last ping: no call failed, and nobody asked who is next."""
 
     async def ping(self) -> Identity:
         """Return the identity of the session's replica.
@@ -240,11 +242,13 @@ class ReplicaSession:
         Raises:
             WorkerUnreachable: it is no replica any more, too; then the session goes on at another one.
         """
-        async with self.used(self._replica) as member:
+        async with self.used(self._trusted()) as member:
             try:
-                return await self.replicas.meet(member)
+                identity = await self.replicas.meet(member)
             except PeerMismatch as error:
                 raise WorkerUnreachable(str(error)) from error
+            self.is_moved = False
+            return identity
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         async with self.used(self._trusted()) as member:
@@ -319,6 +323,7 @@ class ReplicaSession:
         """Return the session's replica, another one than before if that was quarantined."""
         if self._replica.is_quarantined:
             self._move(self._replica)
+            self.is_moved = True
         return self._replica
 
     def _move(self, member: Replica) -> None:

@@ -60,9 +60,12 @@ def truth() -> tuple[int, ...]:
 
 
 def made(*targets: FakeTarget, mode: Mode = "plain", auditing: Auditing = Auditing(1.0)) -> Orchestrator:  # noqa: B008
+    return over(Replicas({f"target-{number}": target for number, target in enumerate(targets)}, auditing), mode)
+
+
+def over(together: Replicas, mode: Mode = "plain") -> Orchestrator:
     draft = FakeDraft(perfect_guess) if mode in ("pingpong", "overlap", "stream") else None
     speculation = Speculation(mode=mode, lookup=False, nodes=4, depth=2, branching=2)
-    together = Replicas({f"target-{number}": target for number, target in enumerate(targets)}, auditing)
     return Orchestrator(together, draft, FakeTokenizer(), speculation, retry_policy=RetryPolicy(retry_s=5))
 
 

@@ -17,7 +17,7 @@ from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.replicas import Auditing, Replicas
 from specsplit.orchestrator.request import Result
 from specsplit.speculation.options import Speculation
-from tests.support.audits import REQUEST, TREES, Liar, Scripted, generate, made, quarantined, read, truth
+from tests.support.audits import REQUEST, TREES, Liar, Scripted, generate, made, over, quarantined, read, truth
 from tests.support.fakes import FakeTarget
 from tests.support.language import FakeTokenizer
 from tests.support.virtual_time import run_virtual
@@ -265,6 +265,51 @@ def test_between_targets_that_promise_bits_there_are_no_ties(caplog: pytest.LogC
     _, audit = asyncio.run(generate(made(Exact(), ExactNear("fp32", 0.0001, 5), Exact())))
     assert (audit.num_ties, audit.num_mismatches) == (0, 1)
     assert quarantined(caplog) == ["target-1"]
+
+
+class OtherArithmetic(FakeTarget):
+    """An honest target that promises bits, with other numerics than those of Exact."""
+
+    async def ping(self) -> Identity:
+        return replace(await super().ping(), exactness="bits", numerics="xyz")
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        true = await super().verify(turn, proposal)
+        log_probs = tuple(replace(each, log_prob=each.log_prob - 1e-6) for each in true.log_probs)
+        return replace(true, log_probs=log_probs)
+
+
+@pytest.mark.parametrize("mode", TREES)
+def test_who_takes_a_liars_place_may_have_other_numerics(mode: Mode, caplog: pytest.LogCaptureFixture) -> None:
+    class ExactLiar(Liar, Exact):
+        pass
+
+    targets, auditing = (ExactLiar(5), OtherArithmetic()), Auditing(1.0, ("judge", Exact()))
+    result, audit = asyncio.run(generate(made(*targets, mode=mode, auditing=auditing)))
+    assert quarantined(caplog) == ["target-0"]
+    assert (result.token_ids, audit.num_tokens) == (truth(), 24)
+    assert (result.exactness, result.numerics) == ("near ties", "")
+    assert "replaced by one with other numerics" in result.exactness_reason
+
+
+@pytest.mark.parametrize("mode", TREES)
+def test_who_takes_its_place_before_the_first_round_is_asked_who_it_is(
+    mode: Mode, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FoundOut(Exact):
+        """A target that another session finds wrong while it answers a ping."""
+
+        async def ping(self) -> Identity:
+            together.members[0].quarantine("it lied to another session.")
+            return await super().ping()
+
+    together = Replicas(
+        {"target-0": FoundOut(), "target-1": OtherArithmetic()}, Auditing(1.0, ("judge", OtherArithmetic()))
+    )
+    result, audit = asyncio.run(generate(over(together, mode)))
+    assert quarantined(caplog) == ["target-0"]
+    assert (result.token_ids, audit.num_tokens) == (truth(), 24)
+    assert (result.exactness, result.numerics) == ("near ties", "")
 
 
 def test_all_that_were_found_wrong_end_in_a_sentence() -> None:
