@@ -233,6 +233,8 @@ class ReplicaSession:
         self._replica = self.answered = replicas.least_loaded()
         """`answered` gave the last verdict."""
         self._replica.num_sessions += 1
+        self._unanswered: tuple[Turn, Replica] | None = None
+        """The turn that was cancelled last, and where."""
         self.is_moved = False
         """Whether it left a quarantined replica since the last ping: no call failed, and nobody asked who is next."""
 
@@ -251,7 +253,9 @@ class ReplicaSession:
             return identity
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
-        async with self.used(self._trusted()) as member:
+        if self._unanswered is not None and self._unanswered[0] == turn:
+            self._move(self._unanswered[1])
+        async with self.used(self._trusted(), turn) as member:
             verdict = await member.verifier.verify(turn, proposal)
             self.answered = member
             return verdict
@@ -289,8 +293,11 @@ class ReplicaSession:
         self._replica.num_sessions -= 1
 
     @asynccontextmanager
-    async def used(self, member: Replica) -> AsyncGenerator[Replica]:
+    async def used(self, member: Replica, turn: Turn | None = None) -> AsyncGenerator[Replica]:
         """Watch a call to `member` for the length of the block; if it fails, the next one goes to another replica.
+
+        A cancelled `turn` may be followed by the session's next one there; only if the same one is asked again it was
+        not answered in time.
 
         Raises:
             NoFreeSlot: it is full, and there is a replica that was not asked yet.
@@ -314,9 +321,11 @@ class ReplicaSession:
             self._move(member)
             raise
         except asyncio.CancelledError:
-            # The caller has left, or waited long enough for a replica that is silent.
-            if not member.is_ready:
+            # The caller has left, or waited long enough for a replica, which may still answer pings.
+            if turn is None or not member.is_ready:
                 self._move(member)
+            else:
+                self._unanswered = turn, member
             raise
 
     def _trusted(self) -> Replica:

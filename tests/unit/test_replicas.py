@@ -14,7 +14,7 @@ from specsplit.core.defaults import Mode
 from specsplit.core.errors import Overloaded, WorkerUnreachable
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.progress import Progress, current_listener
-from specsplit.core.types import Identity, Proposal, StreamLimits, Turn, Verdict
+from specsplit.core.types import Identity, Proposal, SessionParams, StreamLimits, Turn, Verdict
 from specsplit.orchestrator import replicas
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.replicas import Replicas
@@ -24,7 +24,7 @@ from specsplit.target.stream import TargetStream
 from tests.contract.session_contract import Script
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
-from tests.support.fakes import FakeDraft, FakeTarget
+from tests.support.fakes import FakeDraft, FakeTarget, plain_tokens
 from tests.support.language import FakeTokenizer
 from tests.support.virtual_time import run_virtual
 
@@ -216,6 +216,37 @@ def test_a_replica_lost_after_a_wait_longer_than_a_retry_is_survived() -> None:
                 tokens += chunk.token_ids
         watching.cancel()
         assert tuple(tokens) == expected.token_ids
+
+    run_virtual(main)
+
+
+class Hung(Killable):
+    """A target whose device hangs from a round on, while it answers pings and closes sessions."""
+
+    is_hung = False
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        if self.is_hung:
+            await asyncio.Event().wait()
+        return await super().verify(turn, proposal)
+
+
+@pytest.mark.parametrize("mode", ["plain", "pingpong", "stream"])
+def test_a_replica_that_hangs_and_answers_pings_is_left(mode: Mode) -> None:
+    async def main() -> None:
+        hung, other = Hung(), Killable()
+        together = Replicas({"hung": hung, "other": other})
+        watching, result = asyncio.create_task(together.watch()), None
+        async with aclosing(over(together, mode).stream(REQUEST)) as chunks:
+            async for chunk in chunks:
+                result, hung.is_hung = chunk.result, True
+        watching.cancel()
+        assert result is not None
+        assert result.token_ids == tuple(plain_tokens(SessionParams(seed=3), REQUEST.prompt_ids, 24))
+        assert [phase.reason for phase in result.degraded if phase.worker == "target"] == ["slow"]
+        assert together.members[0].is_ready
+        assert other.num_forwards
+        assert not any(target.slots for target in (hung, other))
 
     run_virtual(main)
 
