@@ -90,7 +90,8 @@ class Orchestrator:
             InvalidRequest: the trees to be verified are larger than the target takes.
             DeadlineExceeded, LinkError: the target does not answer.
         """
-        return await self._connect(self._retrier(None, RequestEvents()), self._target.verifier)
+        with self._target.session_verifier() as verifier:
+            return await self._connect(self._retrier(None, RequestEvents()), verifier)
 
     async def _connect(self, retrier: Retrier, verifier: Verifier) -> Identity:
         loop = asyncio.get_running_loop()
@@ -190,7 +191,9 @@ class Orchestrator:
         Raises what `Verifier.score` and `stream` raise.
         """
         retrier = self._retrier(timeout_s, RequestEvents(), began_s)
-        return await retrier.ask(self._target.verifier.score, prompt, scored, logit_bias, top_logprobs)
+        # One session for all attempts, which knows the replicas that have refused or failed already.
+        with self._target.session_verifier() as verifier:
+            return await retrier.ask(verifier.score, prompt, scored, logit_bias, top_logprobs)
 
     def use_stats(self, stats: SpeculationStats, *, is_greedy: bool) -> None:
         """Learn into `stats` from now on, for a study that watches what is learned."""

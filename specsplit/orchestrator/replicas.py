@@ -271,11 +271,11 @@ class ReplicaSession:
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
     ) -> Scores:
-        async with self.used(self._replica) as member:
+        async with self.used(self._trusted()) as member:
             return await member.verifier.score(prompt, scored, logit_bias, top_logprobs)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
-        async with self.used(self._replica) as member:
+        async with self.used(self._trusted()) as member:
             return await member.verifier.tokenizer_files(known_hash)
 
     async def close(self, session: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import Overloaded, WorkerUnreachable
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    NoFreeSlot,
+    Overloaded,
+    SpecSplitError,
+    WorkerFailed,
+    WorkerUnreachable,
+)
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.progress import Progress, current_listener
-from specsplit.core.types import Identity, Proposal, SessionParams, StreamLimits, Turn, Verdict
+from specsplit.core.types import Identity, Proposal, Scores, SessionParams, StreamLimits, Turn, Verdict
 from specsplit.orchestrator import replicas
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.replicas import Replicas
@@ -25,7 +32,7 @@ from tests.contract.session_contract import Script
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.support.fakes import FakeDraft, FakeTarget, plain_tokens
-from tests.support.language import FakeTokenizer
+from tests.support.language import Biases, FakeTokenizer
 from tests.support.virtual_time import run_virtual
 
 REQUEST = Request(prompt_ids=tuple(b"once upon"), max_new_tokens=24, seed=3, ignore_eos=True)
@@ -260,6 +267,49 @@ async def test_a_full_replica_sends_requests_to_another_and_all_full_ones_away()
     with pytest.raises(Overloaded) as caught:
         await owner.generate(REQUEST)
     assert caught.value.retry_after_s == 60.0
+
+
+class RefusesScores(FakeTarget):
+    """A target that answers pings, and every score with an error."""
+
+    def __init__(self, error: SpecSplitError) -> None:
+        super().__init__()
+        self._error, self.num_refused = error, 0
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Biases = (), top_logprobs: int = 0
+    ) -> Scores:
+        self.num_refused += 1
+        raise self._error
+
+
+SCORED = (tuple(b"once"), tuple(b"upon"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [WorkerFailed("it failed"), NoFreeSlot("it is full"), Overloaded("it is full", 60.0), DeadlineExceeded("late")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_score_is_asked_of_another_replica_at_once(error: SpecSplitError) -> None:
+    async def main() -> None:
+        refusing = RefusesScores(error)
+        scores = await made(refusing, FakeTarget()).score(*SCORED)
+        assert scores.tokens == (await FakeTarget().score(*SCORED)).tokens
+        assert refusing.num_refused == 1
+
+    run_virtual(main)
+
+
+def test_a_score_that_all_refuse_is_sent_away_with_the_time_to_come_back() -> None:
+    async def main() -> None:
+        targets = [RefusesScores(Overloaded("it is full", 60.0)) for _ in range(2)]
+        with pytest.raises(Overloaded) as caught:
+            await made(*targets).score(*SCORED)
+        assert caught.value.retry_after_s == 60.0
+        assert [target.num_refused for target in targets] == [1, 1]
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("changes", [{"weights_hash": "other"}, {"dtype": "bf16"}, {"context": 40}])
