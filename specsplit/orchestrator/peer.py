@@ -129,24 +129,29 @@ class DraftPeer:
         self._rng = rng
         self._met: Identity | None = None
         """The target whose vocabulary it has to share."""
+        self._was_met = False
+        """Whether requests were served before, with it or without."""
         self._up_since_s = -math.inf
         self._num_sessions = 0
         self._recovery: asyncio.Task[None] | None = None
 
     async def meet(self, target: Identity, remaining_s: float) -> None:
-        """Ask the draft who it is, for the first time; one that does not answer is asked again in the background.
+        """Ask the draft who it is, in front of a new `target`; one that is silent is asked again in the background.
 
-        It is waited for as long as a connection takes, and no longer than `remaining_s`.
+        It is waited for as long as a connection takes, and no longer than `remaining_s`. One that requests could do
+        without before is no reason to refuse them once the target is another one, or restarts.
 
         Raises:
-            VocabularyMismatch, PeerMismatch: it answers, and is no draft for `target`.
+            VocabularyMismatch, PeerMismatch: it answers, and is no draft for the first target that is met.
         """
         self._met = target
         try:
             async with asyncio.timeout(min(_MEETING_S, remaining_s)):
                 await self.check()
-        except (VocabularyMismatch, PeerMismatch):
-            raise
+        except (VocabularyMismatch, PeerMismatch) as error:
+            if not self._was_met:
+                raise
+            self._refuse(error)
         except Exception as error:  # noqa: BLE001 - no draft, no error
             self.trouble = _reason_of_silence(error)
             # Sessions of other orchestrators may be running, and none of them would begin to ping.
@@ -156,6 +161,7 @@ class DraftPeer:
             )
         else:
             self._rise()
+        self._was_met = True
 
     async def check(self) -> None:
         """Ask the draft who it is now: after a restart it may be another one.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specsplit.core.errors import DeadlineExceeded, PeerMismatch
+from specsplit.core.errors import DeadlineExceeded, PeerMismatch, WorkerUnreachable
 from specsplit.core.types import Identity, Proposal, Turn, Verdict
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
@@ -34,6 +34,17 @@ class Replaceable(FakeTarget):
 
     async def ping(self) -> Identity:
         return replace(await super().ping(), **self.changes)
+
+
+class Unreachable(FakeDraft):
+    """A draft that can be away."""
+
+    is_away = False
+
+    async def ping(self) -> Identity:
+        if self.is_away:
+            raise WorkerUnreachable("connection refused")
+        return await super().ping()
 
 
 def orchestrator(target: FakeTarget, draft: FakeDraft | None = None, **patience: Any) -> Orchestrator:
@@ -108,6 +119,24 @@ async def test_a_draft_that_fits_again_is_used_again(monkeypatch: pytest.MonkeyP
     target.faults.gate = gate  # the session lives on until the draft was looked at again
     again = await owner.generate(REQUEST)
     assert again.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("is_there_first", [True, False])
+async def test_a_draft_that_does_not_fit_is_no_error_once_the_target_restarts(is_there_first: bool) -> None:
+    target, draft = Replaceable(), Unreachable()
+    draft.is_away = not is_there_first
+    owner = orchestrator(target, draft, draft_s=5.0)
+    first = await owner.generate(REQUEST)
+    draft.is_away, draft.vocab_hash = False, "other"
+    draft.slots.clear()
+    for revision in (1, 2):
+        target.become(revision=revision)
+        again = await owner.generate(REQUEST)
+        assert again.token_ids == first.token_ids
+        assert [(phase.worker, phase.reason) for phase in again.degraded] == [("draft", "mismatch")]
+    target.become(vocab_hash="other")
+    with pytest.raises(PeerMismatch, match="connect again"):
+        await owner.generate(REQUEST)
 
 
 async def test_a_requests_own_deadline_says_nothing_against_the_draft() -> None:
