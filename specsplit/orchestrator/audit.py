@@ -52,7 +52,6 @@ class Audit:
         """The counts of the audit under way."""
         self._session, self._contract, self._retrier = session, contract, retrier
         self._recomputer = Recomputer(session.replicas, contract.params, retrier.deadline_s)
-        self._num_checked = len(contract.history)
         self._owners: list[tuple[int, Replica]] = []
         """The targets that computed the tokens behind the checked ones, each with the index of its first token."""
         self._log_probs: list[TokenLogProb] = []
@@ -90,17 +89,39 @@ class Audit:
                 counts.add(self._now)
 
     async def _audit(self, claimed: Claim, start: int, targets: TargetHistory) -> bool:
-        replicas, owner = self._session.replicas, self._owners[-1][1]
-        owners = [each for _, each in self._owners]
-        without = {owner}
-        while not owner.is_auditor:
-            auditor = replicas.auditor(without, rather_not=owners)
-            if auditor is None and len(without) == 1 and not self._is_due:
-                auditor = await self._wait_auditor(owner)
-            self._is_due = auditor is None
-            if auditor is None:
+        """Have each stretch of the text recomputed that one target computed, in their order: nobody checks its own."""
+        while self._owners:
+            (first, owner), *others = self._owners
+            end = others[0][0] if others else len(claimed)
+            stretch = Claim(claimed.ids[:end], tuple(self._log_probs[: end - first]))
+            wrong = await self._find_wrong(owner, stretch, targets)
+            if self._is_due:
                 self._now.num_missed += 1
                 return True
+            if wrong is not None:
+                return self._reject(owner, *wrong, start, claimed)
+            self._now.num_tokens += end - first
+            del self._owners[0], self._log_probs[: end - first]
+        self._now.num_rounds += 1
+        return True
+
+    async def _find_wrong(
+        self, owner: Replica, claimed: Claim, targets: TargetHistory
+    ) -> tuple[Replica, Difference] | None:
+        """Return what is wrong with the tokens of `owner` and who found it, if anything; `_is_due` says it was missed.
+
+        Raises:
+            WrongResult: nobody can tell which target is wrong.
+        """
+        without, was_due, self._is_due = {owner}, self._is_due, False
+        owners = [each for _, each in self._owners]
+        while not owner.is_auditor:
+            auditor = self._session.replicas.auditor(without, rather_not=owners)
+            if auditor is None and len(without) == 1 and not was_due:
+                auditor = await self._wait_auditor(owner)
+            if auditor is None:
+                self._is_due = True
+                break
             try:
                 found = await self._recomputer.recompute(auditor, claimed, targets, self._now)
             except SpecSplitError as error:
@@ -109,17 +130,9 @@ class Audit:
                 continue
             if found is None:
                 break
-            if await self._is_right(auditor, found, claimed, targets):
-                return self._reject(auditor, found, start, claimed)
-        self._now.num_rounds += 1
-        self._now.num_tokens += len(claimed) - self._num_checked
-        self._forget(len(claimed))
-        return True
-
-    def _forget(self, num_checked: int) -> None:
-        """Go on behind the first tokens of the text, which are right."""
-        self._num_checked, self._log_probs = num_checked, []
-        self._owners.clear()
+            if await self._is_right(owner, auditor, found, claimed, targets):
+                return auditor, found
+        return None
 
     async def _wait_auditor(self, owner: Replica) -> Replica | None:
         """Return the first target that answers pings again, None if none does in time."""
@@ -132,7 +145,9 @@ class Audit:
                 auditor = replicas.auditor({owner})
         return auditor
 
-    async def _is_right(self, auditor: Replica, found: Difference, claimed: Claim, targets: TargetHistory) -> bool:
+    async def _is_right(
+        self, owner: Replica, auditor: Replica, found: Difference, claimed: Claim, targets: TargetHistory
+    ) -> bool:
         """Return whether the auditor is right and the text wrong: it is trusted, or a third target agrees with it.
 
         Who stands alone among three is quarantined, also if it is the auditor or the third.
@@ -142,7 +157,7 @@ class Audit:
         """
         if auditor.is_auditor:
             return True
-        owner, at = self._owner_of(found.index), found.index
+        at = found.index
         third = self._session.replicas.auditor({owner, auditor})
         if third is not None:
             with suppress(SpecSplitError):
@@ -155,7 +170,7 @@ class Audit:
                 if said.index < at:
                     others = f"{owner.name} and {auditor.name}"
                     self._blame(third, said.index, (said.pick, claimed.ids[said.index]), others)
-                    return await self._is_right(auditor, found, claimed, targets)
+                    return await self._is_right(owner, auditor, found, claimed, targets)
         self._now.num_mismatches += 1
         for each in (owner, auditor):
             each.num_mismatches += 1
@@ -165,13 +180,12 @@ class Audit:
             "them is wrong; check both, or name a target that you trust with --auditor."
         )
 
-    def _reject(self, auditor: Replica, found: Difference, start: int, claimed: Claim) -> bool:
+    def _reject(self, owner: Replica, auditor: Replica, found: Difference, start: int, claimed: Claim) -> bool:
         """Quarantine whoever computed the token, and return False if it was not shown yet.
 
         Raises:
             WrongResult: it was.
         """
-        owner = self._owner_of(found.index)
         self._blame(owner, found.index, (claimed.ids[found.index], found.pick), auditor.name)
         self._contract.events.degrade("target", "wrong")
         if found.index < start:
@@ -181,7 +195,8 @@ class Audit:
                 "which was shown before it was audited, is one of them; send the request again."
             )
         # Everything before this round was recomputed as well, and found right.
-        self._forget(start)
+        self._owners.clear()
+        self._log_probs.clear()
         return False
 
     def _blame(self, replica: Replica, index: int, picks: tuple[int, int], others: str) -> None:
@@ -194,6 +209,3 @@ class Audit:
         _log.debug(
             "at position %d the target at %s picks %d, and %s %d", index, replica.name, picks[0], others, picks[1]
         )
-
-    def _owner_of(self, index: int) -> Replica:
-        return next(replica for first, replica in reversed(self._owners) if first <= index)
