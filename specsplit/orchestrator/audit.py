@@ -16,7 +16,8 @@ from specsplit.core.ports import Verifier
 from specsplit.core.types import TokenLogProb, Verdict
 from specsplit.orchestrator.audit_counts import AuditCounts
 from specsplit.orchestrator.recomputing import Claim, Difference, Recomputer
-from specsplit.orchestrator.replicas import PING_S, Replica, ReplicaSession
+from specsplit.orchestrator.replica import Replica
+from specsplit.orchestrator.replicas import PING_S, ReplicaSession
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session_contract import SessionContract
 from specsplit.orchestrator.target_history import TargetHistory

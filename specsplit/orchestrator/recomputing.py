@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from specsplit.core.errors import DeadlineExceeded, WorkerUnreachable
 from specsplit.core.types import ROOT, Identity, Proposal, SessionParams, TokenLogProb, Turn, Verdict, prefix_hash
 from specsplit.orchestrator.audit_counts import AuditCounts
-from specsplit.orchestrator.replicas import PING_S, Replica, Replicas
+from specsplit.orchestrator.replica import Replica
+from specsplit.orchestrator.replicas import PING_S, Replicas
 from specsplit.orchestrator.target_client import check_log_probs
 from specsplit.orchestrator.target_history import TargetHistory
 

@@ -1,0 +1,58 @@
+"""One of several targets of a model: whether it can be used, and what it still holds. Knows no session."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from specsplit.core.ports import Verifier
+from specsplit.core.types import Identity
+
+MOST_UNFREED = 256
+"""Ended sessions that are remembered for a replica that is silent."""
+_log = logging.getLogger(__name__)
+
+
+class Replica:
+    """One of the targets; `name` is for messages."""
+
+    def __init__(self, name: str, verifier: Verifier, *, is_auditor: bool = False) -> None:
+        self.name, self.verifier, self.is_auditor = name, verifier, is_auditor
+        self.identity: Identity | None = None
+        """Who it said to be last."""
+        self.num_sessions = 0
+        self.num_mismatches = 0
+        """Audits that found it wrong, or in which nobody could tell whether it or the other target was."""
+        self.is_ready = True
+        """Whether it answered the last ping, and was not lost since."""
+        self.unfreed: dict[str, None] = {}
+        """Ended sessions whose slots it may still hold, since it was silent when they ended."""
+        self.is_quarantined = False
+        """Whether an audit found it wrong. No ping tells that it is well again, so it stays so."""
+
+    def quarantine(self, why: str) -> None:
+        """Use it no more, for as long as this process runs."""
+        self.num_mismatches += 1
+        if not self.is_quarantined:
+            self.is_quarantined, self.is_ready = True, False
+            _log.error("the target at %s computes wrong results and is quarantined: %s", self.name, why)
+
+    def owe(self, session: str) -> None:
+        """Note an ended session for `free`; beyond MOST_UNFREED the target's own time limit frees the oldest."""
+        self.unfreed[session] = None
+        if len(self.unfreed) > MOST_UNFREED:
+            del self.unfreed[next(iter(self.unfreed))]
+
+    async def free(self) -> None:
+        """End the sessions that ended while it was silent."""
+        sessions, self.unfreed = self.unfreed, {}
+        await asyncio.gather(*map(self.verifier.close, sessions))
+
+    def say(self, *, is_ready: bool, why: str = "") -> None:
+        """Note whether it can be used; a change is logged."""
+        if self.is_quarantined:
+            return
+        if is_ready != self.is_ready:
+            self.is_ready = is_ready
+            words = "is used again" if is_ready else f"is not used for now: {why}"
+            _log.warning("the target at %s %s", self.name, words)
