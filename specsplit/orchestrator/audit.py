@@ -52,7 +52,7 @@ class Audit:
         self._now = AuditCounts()
         """The counts of the audit under way."""
         self._session, self._contract, self._retrier = session, contract, retrier
-        self._recomputer = Recomputer(session.replicas, contract.params, retrier.deadline_s)
+        self._recomputer = Recomputer(session.replicas, contract.params, retrier)
         self._owners: list[tuple[int, Replica]] = []
         """The targets that computed the tokens behind the checked ones, each with the index of its first token."""
         self._log_probs: list[TokenLogProb] = []
@@ -65,9 +65,10 @@ class Audit:
         """Whether the session goes on at a target that was not asked who it is."""
         return self._session.is_moved
 
-    async def accepts(self, verdict: Verdict, targets: TargetHistory) -> bool:
+    async def accepts(self, verdict: Verdict, targets: TargetHistory, token_work_s: float) -> bool:
         """Return whether the verdict may be committed; `targets` are those that computed the text.
 
+        An auditor that needs much more than `token_work_s` for a token is not waited for.
         A target that is found wrong is quarantined, and the session's next round goes to another one.
 
         Raises:
@@ -82,7 +83,7 @@ class Audit:
         if not (is_suspect or self._is_due or replicas.auditing.rng.random() < replicas.auditing.rate):
             return True
         claimed = Claim((*self._contract.history.ids, *verdict.token_ids), self._log_probs)
-        self._now = AuditCounts()
+        self._now, self._recomputer.token_work_s = AuditCounts(), token_work_s
         try:
             return await self._audit(claimed, start, targets)
         finally:
@@ -140,7 +141,7 @@ class Audit:
         replicas, loop = self._session.replicas, asyncio.get_running_loop()
         until_s = min(loop.time() + _AWAY_S, self._retrier.deadline_s)
         auditor = None
-        if any(each is not owner and not each.is_quarantined for each in replicas.members):
+        if any(not (each is owner or each.is_quarantined or each.is_late) for each in replicas.members):
             while auditor is None and loop.time() < until_s:
                 await asyncio.sleep(PING_S / 4)
                 auditor = replicas.auditor({owner})

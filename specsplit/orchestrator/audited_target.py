@@ -55,7 +55,7 @@ class AuditedTarget(TargetClient):
         """Return what the audit says of a verdict; who computed it is counted first, be it at other numerics."""
         if self._audit.is_moved:
             await self._check_worker()
-        return await self._audit.accepts(verdict, self.targets)
+        return await self._audit.accepts(verdict, self.targets, self._token_work_s)
 
     def _shown(self, verdict: Verdict) -> Verdict:
         """Return the verdict as the request asked for it."""

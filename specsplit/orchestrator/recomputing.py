@@ -8,15 +8,18 @@ arithmetic of the dtype. Knows no session that is served, and no verdict on who 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specsplit.core.errors import DeadlineExceeded, WorkerUnreachable
+from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.core.types import ROOT, Identity, Proposal, SessionParams, TokenLogProb, Turn, Verdict, prefix_hash
 from specsplit.orchestrator.audit_counts import AuditCounts
 from specsplit.orchestrator.replica import Replica
 from specsplit.orchestrator.replicas import PING_S, Replicas
+from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.target_client import check_log_probs
 from specsplit.orchestrator.target_history import TargetHistory
 
@@ -24,6 +27,8 @@ _MAX_CHAIN = 64
 """Levels that every target takes."""
 TIE = {"fp32": 1e-3, "fp16": 0.05}
 """Gap of two logits that differ by their arithmetic at most, by dtype: twice stage-check's bound, for logits of 50."""
+_MOST_WORK_S = 120.0
+"""Longest work of an auditor without a word, less than the limit of a call."""
 COARSE_TIE = 0.5
 """The same for bf16, and for weights that are rounded further."""
 
@@ -57,10 +62,15 @@ class Claim:
 
 
 class Recomputer:
-    """One session's text, which any of `replicas` can recompute until `deadline_s`, a time of the loop."""
+    """One session's text, which any of `replicas` can recompute for as long as `retrier` waits for an answer."""
 
-    def __init__(self, replicas: Replicas, params: SessionParams, deadline_s: float) -> None:
-        self._replicas, self._params, self._deadline_s = replicas, params, deadline_s
+    def __init__(self, replicas: Replicas, params: SessionParams, retrier: Retrier) -> None:
+        self._replicas, self._params, self._retrier = replicas, params, retrier
+        self.token_work_s = math.inf
+        """Time for a token that no target needs unless it is at fault."""
+
+    def _begin(self, auditor: Replica, params: SessionParams, counts: AuditCounts) -> _Recomputing:
+        return _Recomputing(auditor, params, self._retrier, self.token_work_s, counts)
 
     async def recompute(
         self, auditor: Replica, claimed: Claim, targets: TargetHistory, counts: AuditCounts
@@ -71,7 +81,7 @@ class Recomputer:
             SpecSplitError: the auditor does not do it, or is silent; one without a free slot is not waited for.
         """
         identity = auditor.identity or await self._replicas.meet(auditor)
-        recomputing = _Recomputing(auditor, self._params, self._deadline_s, counts)
+        recomputing = self._begin(auditor, self._params, counts)
         ids, start = claimed.ids, claimed.num_checked
         try:
             while start < len(ids):
@@ -108,7 +118,7 @@ class Recomputer:
         biases[claimed[-1]] = biases.get(claimed[-1], 0.0) + _tie(auditor.identity)
         nudged = replace(sampling, logit_bias=tuple(biases.items()))
         params = replace(self._params, sampling=nudged, top_logprobs=None)
-        recomputing = _Recomputing(auditor, params, self._deadline_s, counts)
+        recomputing = self._begin(auditor, params, counts)
         try:
             verdict = await recomputing.verify(claimed[:-1], ())
             return verdict.bonus_token == claimed[-1]
@@ -134,8 +144,11 @@ def _are_close(claimed: TokenLogProb, found: TokenLogProb, gap: float) -> bool:
 class _Recomputing:
     """A session at an auditor, for one audit: between audits it takes no slot from the sessions that are served."""
 
-    def __init__(self, auditor: Replica, params: SessionParams, deadline_s: float, counts: AuditCounts) -> None:
-        self._auditor, self._params, self._deadline_s, self._counts = auditor, params, deadline_s, counts
+    def __init__(
+        self, auditor: Replica, params: SessionParams, retrier: Retrier, token_work_s: float, counts: AuditCounts
+    ) -> None:
+        self._auditor, self._params, self._counts = auditor, params, counts
+        self._retrier, self._token_work_s = retrier, token_work_s
         self._key = secrets.token_hex(16)
         self._round = self._num_held = 0
         self._next_node = 1
@@ -168,16 +181,36 @@ class _Recomputing:
         return verdict
 
     async def _answer(self, turn: Turn, proposal: Proposal) -> Verdict:
-        """Ask the auditor, for as long as it answers pings and the request has time."""
+        """Ask the auditor, for as long as it answers pings and gets on, and the request has time.
+
+        One that answers nothing else for longer than a target that is well works on this is passed over for a while.
+        """
         loop, auditor = asyncio.get_running_loop(), self._auditor
-        asking = loop.create_task(auditor.verifier.verify(turn, proposal))
+        work_s = self._token_work_s * (len(turn.tail) + len(proposal))
+        limit_s = self._retrier.attempt_s(min(work_s, _MOST_WORK_S))
+        outer, heard_s = current_listener(), loop.time()
+
+        def hear(progress: Progress) -> None:
+            nonlocal heard_s
+            heard_s = loop.time()
+            if outer is not None:
+                outer(progress)
+
+        with listening(hear):
+            asking = loop.create_task(auditor.verifier.verify(turn, proposal))
         try:
             while not asking.done():
-                await asyncio.wait({asking}, timeout=max(0.0, min(PING_S, self._deadline_s - loop.time())))
-                if not asking.done() and loop.time() >= self._deadline_s:
+                end_s = min(self._retrier.deadline_s, heard_s + limit_s)
+                await asyncio.wait({asking}, timeout=max(0.0, min(PING_S, end_s - loop.time())))
+                if asking.done():
+                    break
+                if self._retrier.remaining_s <= 0:
                     raise DeadlineExceeded("the request is over")
-                if not asking.done() and not auditor.is_ready:
+                if not auditor.is_ready:
                     raise WorkerUnreachable("it does not answer")
+                if loop.time() >= heard_s + limit_s:
+                    auditor.pass_over(limit_s)
+                    raise DeadlineExceeded(f"it was reached, but gave no answer for {limit_s:.1f} s")
             return asking.result()
         except WorkerUnreachable as error:
             auditor.say(is_ready=False, why=str(error))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 
 from specsplit.core.ports import Verifier
 from specsplit.core.types import Identity
 
 MOST_UNFREED = 256
 """Ended sessions that are remembered for a replica that is silent."""
+LATE_S = 300.0
+"""Time for which a target that did not answer an audit is not asked for another."""
 _log = logging.getLogger(__name__)
 
 
@@ -29,6 +32,21 @@ class Replica:
         """Ended sessions whose slots it may still hold, since it was silent when they ended."""
         self.is_quarantined = False
         """Whether an audit found it wrong. No ping tells that it is well again, so it stays so."""
+
+        self._late_until_s = -math.inf
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it did not answer an audit lately, though it may answer pings."""
+        return asyncio.get_running_loop().time() < self._late_until_s
+
+    def pass_over(self, waited_s: float) -> None:
+        """Ask it for no audit for a while: one of them was not answered."""
+        if not self.is_late:
+            _log.warning(
+                "the target at %s did not audit a round within %.1f s; others do it for now", self.name, waited_s
+            )
+        self._late_until_s = asyncio.get_running_loop().time() + LATE_S
 
     def quarantine(self, why: str) -> None:
         """Use it no more, for as long as this process runs."""

@@ -82,7 +82,7 @@ class Replicas:
 
     def auditor(self, without: Collection[Replica], rather_not: Collection[Replica] = ()) -> Replica | None:
         """Return a target that can recompute a round of `without`: the trusted one, or the one with the least to do."""
-        others = [member for member in self.members if member.is_ready and member not in without]
+        others = [each for each in self.members if each.is_ready and not each.is_late and each not in without]
         return min(others, key=lambda each: (not each.is_auditor, each in rather_not, each.num_sessions), default=None)
 
     @contextmanager

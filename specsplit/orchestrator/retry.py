@@ -94,10 +94,13 @@ class Retrier:
             # The usual call in one process: nothing could end it early, so it needs no timer.
             if self.is_unbounded:
                 return await send(*arguments)
-            limit_s = self._limit_s(max(self.policy.retry_s, _LEAST_TRY_S), work_s)
-            return await self._attempt(partial(send, *arguments), limit_s)
+            return await self._attempt(partial(send, *arguments), self.attempt_s(work_s))
         except RETRIED as error:
             return await self.ask_again(send, *arguments, error=error, work_s=work_s)
+
+    def attempt_s(self, work_s: float) -> float:
+        """Return the limit of an attempt, for an answer on which a worker that is well works for `work_s` at most."""
+        return self._limit_s(max(self.policy.retry_s, _LEAST_TRY_S), work_s)
 
     def _limit_s(self, retry_s: float, work_s: float) -> float:
         return retry_s + work_s if self.policy.can_be_silent else math.inf
