@@ -6,7 +6,6 @@ Importing it is cheap: torch comes with the models, grpc with the links.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
@@ -174,7 +173,7 @@ async def serving_chain(
         incidents = ChainLog(link, runner)
         stack.callback(incidents.write_new)
         watching = _watch_chain(link, incidents, running, [engine] if own is None else [engine, own])
-        for task in (sweep_sessions(engine, ttl_s / 4), _mend(engine, link), watching):
+        for task in (sweep_sessions(engine, ttl_s / 4), mend_chain(engine, link), watching):
             stack.callback(asyncio.create_task(task).cancel)
         yield running
 
@@ -236,14 +235,26 @@ def _coordinator_device(coordinator: Coordinator, settings: TargetSettings, num_
     return LoopExecutor() if is_light else ThreadExecutor("target", settings.threads)
 
 
-async def _mend(engine: Engine, link: RemoteChain) -> None:
-    """Restore a chain that is not whole, since nobody sends work to a target that is not ready; then try it."""
+async def mend_chain(engine: Engine, link: RemoteChain) -> None:
+    """Restore a chain that is not whole, since nobody sends work to a target that is not ready; then try it; for ever.
+
+    Health tells of errors of the chain, and the next look tries again. Any other one is logged while it is new.
+    """
+    said = ""
     while True:
         await asyncio.sleep(LOOK_S)
-        with contextlib.suppress(SpecSplitError):  # health tells, and the next look tries again
+        try:
             if link.trouble is not None:
                 await link.mend()
             await engine.check_device()
+        except SpecSplitError:
+            continue
+        except Exception as error:  # noqa: BLE001 - whatever it was, the next look shall come
+            if repr(error) != said:
+                said = repr(error)
+                _log.exception("the chain could not be restored or tried")
+        else:
+            said = ""
 
 
 async def _watch_chain(link: RemoteChain, incidents: ChainLog, server: Server, devices: Sequence[Device]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, WorkerUnreachable
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, WorkerFailed, WorkerUnreachable
 from specsplit.rpc.auth import Guard, current_peer
 from specsplit.rpc.channel import Duplex
 from specsplit.stages.wire.own_stage import OwnChannel, OwnStage
@@ -28,10 +28,15 @@ class Service(grpc.GenericRpcHandler):
             return make.stream_stream_rpc_method_handler(self._echo)
         if handler_call_details.method.endswith("Configure"):
             return make.unary_unary_rpc_method_handler(self._caller)
+        if handler_call_details.method.endswith("EndSession"):
+            return make.unary_unary_rpc_method_handler(self._fail)
         return make.unary_unary_rpc_method_handler(self._hang)
 
     async def _caller(self, data: bytes, context: object) -> bytes:
         return current_peer().name.encode()
+
+    async def _fail(self, data: bytes, context: object) -> bytes:
+        raise InvalidRequest("This is refused.") if data == b"ours" else KeyError("lost")
 
     async def _hang(self, data: bytes, context: object) -> bytes:
         await asyncio.Event().wait()
@@ -87,6 +92,12 @@ async def test_a_call_that_is_broken_off_ends_the_stages_side() -> None:
 async def test_a_call_that_is_not_answered_in_time_is_late() -> None:
     with pytest.raises(DeadlineExceeded, match="own stage did not answer"):
         await OwnStage(Service()).ping(0.01)
+
+
+@pytest.mark.parametrize(("sent", "error"), [(b"ours", InvalidRequest), (b"other", WorkerFailed)])
+async def test_the_error_of_a_call_is_one_of_ours(sent: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        await OwnChannel(Service()).call("/specsplit.v1.StageService/EndSession", sent, 60.0)
 
 
 async def test_a_chain_restored_for_a_request_is_not_that_of_its_peer() -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import grpc
 
-from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
+from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerFailed, WorkerUnreachable
 from specsplit.rpc.channel import Duplex, WorkerChannel
 from specsplit.rpc.credentials import ON_LOOPBACK
 from specsplit.stages.wire.peer import StagePeer
@@ -46,7 +46,7 @@ class OwnStage(StagePeer):
 
 
 class OwnChannel(WorkerChannel):
-    """The calls of a service of this process; errors are those that it raises."""
+    """The calls of a service of this process; an error that is none of ours is one of the stage, as elsewhere."""
 
     def __init__(self, handler: grpc.GenericRpcHandler) -> None:
         super().__init__("localhost:1", _NAME, "stage", ON_LOOPBACK)  # dials nothing
@@ -59,6 +59,10 @@ class OwnChannel(WorkerChannel):
                 return await asyncio.create_task(answer, context=Context())
         except TimeoutError:
             raise DeadlineExceeded(f"{_NAME} did not answer within {timeout_s:g} s.") from None
+        except SpecSplitError:
+            raise
+        except Exception as error:
+            raise WorkerFailed(f"{_NAME} failed: {error}") from error
 
     async def stream(self, method: str, request: bytes, timeout_s: float) -> AsyncGenerator[bytes]:
         async with asyncio.timeout(timeout_s):
