@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 
+from specsplit.core.errors import UsageError
 from specsplit.core.ports import Verifier
 from specsplit.core.types import Identity
 
@@ -62,9 +63,16 @@ class Replica:
             del self.unfreed[next(iter(self.unfreed))]
 
     async def free(self) -> None:
-        """End the sessions that ended while it was silent."""
-        sessions, self.unfreed = self.unfreed, {}
-        await asyncio.gather(*map(self.verifier.close, sessions))
+        """End the sessions that ended while it was silent; one that fails, or does not end in time, is still owed."""
+        await asyncio.gather(*map(self._end, list(self.unfreed)), return_exceptions=True)
+
+    async def _end(self, session: str) -> None:
+        try:
+            await self.verifier.close(session)
+        except UsageError as error:
+            # Asking again would not help: the target's own time limit frees the session, if it has it at all.
+            _log.info("the target at %s does not end a session: %s", self.name, error)
+        self.unfreed.pop(session, None)
 
     def say(self, *, is_ready: bool, why: str = "") -> None:
         """Note whether it can be used; a change is logged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,79 +11,17 @@ from typing import Any
 import pytest
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import (
-    DeadlineExceeded,
-    NoFreeSlot,
-    Overloaded,
-    SpecSplitError,
-    WorkerFailed,
-    WorkerUnreachable,
-)
+from specsplit.core.errors import Overloaded, WorkerUnreachable
 from specsplit.core.ports import Drafter, Verifier
 from specsplit.core.progress import Progress, current_listener
-from specsplit.core.types import Identity, Proposal, Scores, SessionParams, StreamLimits, Turn, Verdict
+from specsplit.core.types import Identity, Proposal, SessionParams, Turn, Verdict
 from specsplit.orchestrator import replicas
-from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.replicas import Replicas
-from specsplit.orchestrator.request import Request, RetryPolicy
-from specsplit.speculation.options import Speculation
-from specsplit.target.stream import TargetStream
-from tests.contract.session_contract import Script
 from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.support.fakes import FakeDraft, FakeTarget, plain_tokens
-from tests.support.language import Biases, FakeTokenizer
+from tests.support.replicas import REQUEST, Killable, made, over
 from tests.support.virtual_time import run_virtual
-
-REQUEST = Request(prompt_ids=tuple(b"once upon"), max_new_tokens=24, seed=3, ignore_eos=True)
-
-
-class Killable(FakeTarget):
-    """A target that can be lost, full, or another one."""
-
-    is_lost = is_full = False
-    changes: dict[str, Any] = {}  # noqa: RUF012  (replaced, never changed)
-
-    def lose(self) -> None:
-        self.is_lost = True
-        self.slots.clear()
-
-    def _check(self) -> None:
-        if self.is_lost:
-            raise WorkerUnreachable("it was killed")
-
-    async def ping(self) -> Identity:
-        self._check()
-        return replace(await super().ping(), **self.changes)
-
-    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
-        self._check()
-        if self.is_full and turn.opening is not None:
-            raise Overloaded("it is full", 60.0)
-        return await super().verify(turn, proposal)
-
-    def open_stream(self, turn: Turn, limits: StreamLimits) -> TargetStream:
-        stream = super().open_stream(turn, limits)
-        next_commit = stream.next_commit
-
-        async def checked() -> Verdict | None:
-            self._check()
-            return await next_commit()
-
-        stream.next_commit = checked  # type: ignore[method-assign]
-        return stream
-
-
-def made(*targets: FakeTarget, mode: Mode = "plain") -> Orchestrator:
-    return over(Replicas({f"target-{number}": target for number, target in enumerate(targets)}), mode)
-
-
-def over(together: Replicas, mode: Mode = "plain") -> Orchestrator:
-    draft = FakeDraft() if mode in ("pingpong", "overlap", "stream") else None
-    speculation = Speculation(mode=mode, lookup=False, nodes=4, depth=2, branching=2)
-    return Orchestrator(
-        together, draft, FakeTokenizer(), speculation, retry_policy=RetryPolicy(retry_s=5, waits_when_full=False)
-    )
 
 
 @asynccontextmanager
@@ -269,49 +207,6 @@ async def test_a_full_replica_sends_requests_to_another_and_all_full_ones_away()
     assert caught.value.retry_after_s == 60.0
 
 
-class RefusesScores(FakeTarget):
-    """A target that answers pings, and every score with an error."""
-
-    def __init__(self, error: SpecSplitError) -> None:
-        super().__init__()
-        self._error, self.num_refused = error, 0
-
-    async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Biases = (), top_logprobs: int = 0
-    ) -> Scores:
-        self.num_refused += 1
-        raise self._error
-
-
-SCORED = (tuple(b"once"), tuple(b"upon"))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [WorkerFailed("it failed"), NoFreeSlot("it is full"), Overloaded("it is full", 60.0), DeadlineExceeded("late")],
-    ids=lambda error: type(error).__name__,
-)
-def test_a_score_is_asked_of_another_replica_at_once(error: SpecSplitError) -> None:
-    async def main() -> None:
-        refusing = RefusesScores(error)
-        scores = await made(refusing, FakeTarget()).score(*SCORED)
-        assert scores.tokens == (await FakeTarget().score(*SCORED)).tokens
-        assert refusing.num_refused == 1
-
-    run_virtual(main)
-
-
-def test_a_score_that_all_refuse_is_sent_away_with_the_time_to_come_back() -> None:
-    async def main() -> None:
-        targets = [RefusesScores(Overloaded("it is full", 60.0)) for _ in range(2)]
-        with pytest.raises(Overloaded) as caught:
-            await made(*targets).score(*SCORED)
-        assert caught.value.retry_after_s == 60.0
-        assert [target.num_refused for target in targets] == [1, 1]
-
-    run_virtual(main)
-
-
 @pytest.mark.parametrize("changes", [{"weights_hash": "other"}, {"dtype": "bf16"}, {"context": 40}])
 async def test_another_model_is_no_replica(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     expected = await made(FakeTarget()).generate(REQUEST)
@@ -354,23 +249,3 @@ async def test_pings_find_a_lost_replica_and_its_return(monkeypatch: pytest.Monk
             await until(lambda is_lost=is_lost: together.members[0].is_ready != is_lost)
             assert together.num_ready == 2 - is_lost
     watching.cancel()
-
-
-async def test_a_replica_that_was_silent_frees_what_was_left_there() -> None:
-    """Its request went on elsewhere, and ended while it was silent: it hears of that once it answers."""
-    targets = [Killable(), Killable()]
-    together, script = Replicas(dict(zip("ab", targets, strict=True))), Script((1, 2, 3))
-    turn, proposal = script.first((1, 2, 3)), Proposal(first_node=1, root_position=2)
-    with together.session() as session:
-        await session.verify(turn, proposal)
-        targets[0].faults.gate = asyncio.Event()
-        waiting = asyncio.create_task(session.verify(script.turn((1, 2, 3), 2), proposal))
-        await asyncio.sleep(0)
-        together.members[0].say(is_ready=False, why="it does not answer.")
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        await session.close(script.session)
-    assert targets[0].slots, "nobody waits for a silent replica"
-    targets[0].faults.gate = None
-    await together.check()
-    assert not targets[0].slots

@@ -1,0 +1,134 @@
+"""Replicas that refuse or fail what is no round: scores go elsewhere at once, sessions that ended are still freed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from specsplit.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NoFreeSlot,
+    Overloaded,
+    SpecSplitError,
+    WorkerFailed,
+)
+from specsplit.core.types import Proposal, Scores
+from specsplit.orchestrator import replicas
+from specsplit.orchestrator.replicas import Replicas
+from tests.contract.session_contract import Script
+from tests.support.fakes import FakeTarget
+from tests.support.language import Biases
+from tests.support.replicas import Killable, made
+from tests.support.virtual_time import run_virtual
+
+
+class RefusesScores(FakeTarget):
+    """A target that answers pings, and every score with an error."""
+
+    def __init__(self, error: SpecSplitError) -> None:
+        super().__init__()
+        self._error, self.num_refused = error, 0
+
+    async def score(
+        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Biases = (), top_logprobs: int = 0
+    ) -> Scores:
+        self.num_refused += 1
+        raise self._error
+
+
+SCORED = (tuple(b"once"), tuple(b"upon"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [WorkerFailed("it failed"), NoFreeSlot("it is full"), Overloaded("it is full", 60.0), DeadlineExceeded("late")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_score_is_asked_of_another_replica_at_once(error: SpecSplitError) -> None:
+    async def main() -> None:
+        refusing = RefusesScores(error)
+        scores = await made(refusing, FakeTarget()).score(*SCORED)
+        assert scores.tokens == (await FakeTarget().score(*SCORED)).tokens
+        assert refusing.num_refused == 1
+
+    run_virtual(main)
+
+
+def test_a_score_that_all_refuse_is_sent_away_with_the_time_to_come_back() -> None:
+    async def main() -> None:
+        targets = [RefusesScores(Overloaded("it is full", 60.0)) for _ in range(2)]
+        with pytest.raises(Overloaded) as caught:
+            await made(*targets).score(*SCORED)
+        assert caught.value.retry_after_s == 60.0
+        assert [target.num_refused for target in targets] == [1, 1]
+
+    run_virtual(main)
+
+
+async def test_a_replica_that_was_silent_frees_what_was_left_there() -> None:
+    """Its request went on elsewhere, and ended while it was silent: it hears of that once it answers."""
+    targets = [Killable(), Killable()]
+    together, script = Replicas(dict(zip("ab", targets, strict=True))), Script((1, 2, 3))
+    turn, proposal = script.first((1, 2, 3)), Proposal(first_node=1, root_position=2)
+    with together.session() as session:
+        await session.verify(turn, proposal)
+        targets[0].faults.gate = asyncio.Event()
+        waiting = asyncio.create_task(session.verify(script.turn((1, 2, 3), 2), proposal))
+        await asyncio.sleep(0)
+        together.members[0].say(is_ready=False, why="it does not answer.")
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await session.close(script.session)
+    assert targets[0].slots, "nobody waits for a silent replica"
+    targets[0].faults.gate = None
+    await together.check()
+    assert not targets[0].slots
+
+
+class Grudging(FakeTarget):
+    """A target that ends no session while `refusal` is set: it raises that, or does not answer."""
+
+    refusal: Exception | None = None
+
+    async def close(self, session: str) -> None:
+        if isinstance(self.refusal, TimeoutError):
+            await asyncio.Event().wait()
+        if self.refusal is not None:
+            raise self.refusal
+        await super().close(session)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "is_owed"),
+    [
+        (NoFreeSlot("it is full"), True),
+        (TimeoutError(), True),
+        (RuntimeError("a bug"), True),
+        (InvalidRequest("no"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_session_that_cannot_be_freed_stops_no_ping(refusal: Exception, is_owed: bool) -> None:
+    async def main() -> None:
+        target = Grudging()
+        together = Replicas({"a": target, "b": Killable()})
+        (member, other), script = together.members, Script((1, 2, 3))
+        await target.verify(script.first((1, 2, 3)), Proposal(first_node=1, root_position=2))
+        target.refusal = refusal
+        member.owe(script.session)
+        watching = asyncio.create_task(together.watch())
+        await asyncio.sleep(3.5 * replicas.PING_S)
+        assert not watching.done()
+        assert list(member.unfreed) == [script.session] * is_owed
+        target.refusal = None
+        other.say(is_ready=False, why="it is lost.")
+        await asyncio.sleep(3.0 * replicas.PING_S)
+        assert other.is_ready
+        assert not member.unfreed
+        assert bool(target.slots) != is_owed
+        watching.cancel()
+
+    run_virtual(main)
