@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
-from specsplit.core.sections import StageSettings
+from specsplit.core.sections import StageSettings, TargetSettings
+from specsplit.core.types import SessionParams
+from specsplit.rpc.auth import LinkRole
+from specsplit.rpc.clients import RemoteVerifier
+from specsplit.stages import loading, serve
+from tests.support.certificates import Authority
 from tests.support.disturbed import SAMPLINGS, generate, links, own_cache
-from tests.support.processes import WorkerProcess, run
+from tests.support.processes import LIMIT_S, WorkerProcess, run
+from tests.support.rounds import plain_text
+from tests.support.rpc_servers import LOOPBACK, CountingProxy
 from tests.support.stage_processes import (
     SAMPLED,
     close_all,
@@ -23,6 +31,8 @@ from tests.support.stage_processes import (
 
 __all__ = ["own_cache"]  # a fixture
 
+PROMPT = [5, 6, 7, 8, 9]
+PARAMS = SessionParams(prompt_length=len(PROMPT), max_tokens=64)
 Capture = pytest.CaptureFixture[str]
 
 
@@ -72,6 +82,33 @@ async def test_a_killed_stage_behind_it_is_sent_what_it_held(tmp_path: Path) -> 
         await eventually(lambda: ("behind", disturbed.lengths[20]) in sent_again(target))
     finally:
         close_all([target, behind])
+
+
+def tls(authority: Authority, role: LinkRole) -> dict[str, str]:
+    paths = authority.role(role)
+    return {"tls_cert": str(paths.cert), "tls_key": str(paths.key), "tls_ca": str(paths.ca)}
+
+
+async def test_a_chain_cut_under_mtls_is_restored_for_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That happens in the call of an orchestrator, whose certificate is no claim to the target's own stage."""
+    monkeypatch.setattr(serve, "LOOK_S", 3600.0)  # nobody but the request restores it
+    authority, shape = Authority(tmp_path / "ca"), {"model": "embedded", "context": 256, "threads": 1}
+    async with AsyncExitStack() as stack:
+        behind = StageSettings(layers="5:12", **shape, **tls(authority, "stage"))
+        (address,) = stack.enter_context(served_stages(behind))
+        proxy = await stack.enter_async_context(CountingProxy(int(address.rpartition(":")[2])).running())
+        own = {"layers": "0:5", "stages": (proxy.address,), "listen": LOOPBACK}
+        settings = TargetSettings(**own, **shape, **tls(authority, "target"))
+        coordinator = await asyncio.to_thread(loading.load_coordinator, settings)
+        server = await stack.enter_async_context(serve.serving_chain(coordinator, settings))
+        verifier = RemoteVerifier(server.address, security=authority.role("orchestrator").security("orchestrator"))
+        stack.push_async_callback(verifier.aclose)
+        text = await plain_text(verifier, PROMPT, PARAMS, 4)
+        proxy.cut()
+        async with asyncio.timeout(LIMIT_S):
+            assert await plain_text(verifier, PROMPT, PARAMS, 4) == text
 
 
 @pytest.mark.parametrize(
