@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ async def test_a_killed_stage_behind_it_is_sent_what_it_held(tmp_path: Path) -> 
         close_all([target, behind])
 
 
-def tls(authority: Authority, role: LinkRole) -> dict[str, str]:
+def tls(authority: Authority, role: LinkRole) -> dict[str, Any]:
     paths = authority.role(role)
     return {"tls_cert": str(paths.cert), "tls_key": str(paths.key), "tls_ca": str(paths.ca)}
 
@@ -94,12 +95,13 @@ async def test_a_chain_cut_under_mtls_is_restored_for_a_request(
 ) -> None:
     """That happens in the call of an orchestrator, whose certificate is no claim to the target's own stage."""
     monkeypatch.setattr(serve, "LOOK_S", 3600.0)  # nobody but the request restores it
-    authority, shape = Authority(tmp_path / "ca"), {"model": "embedded", "context": 256, "threads": 1}
+    authority = Authority(tmp_path / "ca")
+    shape: dict[str, Any] = {"model": "embedded", "context": 256, "threads": 1}
     async with AsyncExitStack() as stack:
         behind = StageSettings(layers="5:12", **shape, **tls(authority, "stage"))
         (address,) = stack.enter_context(served_stages(behind))
         proxy = await stack.enter_async_context(CountingProxy(int(address.rpartition(":")[2])).running())
-        own = {"layers": "0:5", "stages": (proxy.address,), "listen": LOOPBACK}
+        own: dict[str, Any] = {"layers": "0:5", "stages": (proxy.address,), "listen": LOOPBACK}
         settings = TargetSettings(**own, **shape, **tls(authority, "target"))
         coordinator = await asyncio.to_thread(loading.load_coordinator, settings)
         server = await stack.enter_async_context(serve.serving_chain(coordinator, settings))
