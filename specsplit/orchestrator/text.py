@@ -70,10 +70,23 @@ class Detokenizer:
             return self._split_garbage(text) if num_pushed >= _LONG_WINDOW_TOKENS else ""
         delta, self._shown = text[self._shown :], len(text)
         if self._whole is not None and num_pushed >= _WINDOW_TOKENS:
-            del window[: self._whole]
-            self._num_before, self._shown = 0, len(self._decode(window))
+            self._trim(self._whole)
         self._whole = len(window)
         return delta
+
+    def _trim(self, whole: int) -> None:
+        """Shorten the window to the tokens from index `whole` on.
+
+        If they are no text by themselves, since they are control tokens, a token of text stays before them: else the
+        next word would stand at the beginning of a text.
+        """
+        window = self._window
+        old = window[:whole]
+        del window[:whole]
+        self._num_before, self._shown = 0, len(self._decode(window))
+        if not self._shown and (before := _last_text(self._decode, old)):
+            window[:0] = before
+            self._num_before, self._shown = len(before), len(self._decode(window))
 
     def flush(self) -> str:
         """Return what is left, an unfinished character as U+FFFD; nothing may be pushed after it."""

@@ -83,6 +83,16 @@ def test_the_blank_may_be_a_stop_string_of_its_own() -> None:
     assert answer.text == ""
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("num_words", range(12))
+@pytest.mark.parametrize("num_controls", [1, 3, 60])
+def test_a_word_behind_control_tokens_keeps_its_blank(name: str, num_words: int, num_controls: int) -> None:
+    words, decode = ids_of("\u2581a") * num_words, TOKENIZERS[name].decode
+    token_ids = words + ids_of("<s>") * num_controls + ids_of("\u2581b", "a") + words
+    detokenizer = Detokenizer(decode)
+    assert detokenizer.push_all(token_ids) + detokenizer.flush() == decode(token_ids)
+
+
 any_ids = st.lists(st.integers(0, len(WORDS) - 1), max_size=150)
 
 
