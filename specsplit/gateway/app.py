@@ -76,7 +76,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path, allowed = request.url.path, (error.headers or {}).get("Allow", "other methods")
+        path, allowed = request.scope["path"], (error.headers or {}).get("Allow", "other methods")
         ours = our_path(path, [str(getattr(route, "path", "")) for route in app.routes])
         words = f"here it is {ours}" if ours else "/openapi.json lists what there is, such as /v1/completions"
         said = {404: f"There is no {path} here; {words}.", 405: f"{path} takes {allowed}, not {request.method}."}
@@ -145,7 +145,8 @@ class _Door:
             sent = message
 
         caller = ""
-        if self._keys is not None and request.url.path not in _OPEN_PATHS:
+        # The path that is routed: that of `request.url` is made with the Host header, which a client chooses.
+        if self._keys is not None and scope["path"] not in _OPEN_PATHS:
             found = self._keys.caller(request.headers.get("authorization", ""))
             if found is None:
                 refused = ApiError(401, "The API key is missing or not known.", code="invalid_api_key")

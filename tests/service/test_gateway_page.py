@@ -95,6 +95,17 @@ async def test_the_page_needs_no_key_and_the_rest_does() -> None:
             assert (await http.get(path)).status_code == 401, path
 
 
+@pytest.mark.parametrize(
+    ("path", "host"), [("/v1/chat/completions", "x/health?"), ("/v1/models", "x/health#"), ("/heal%09th", "x")]
+)
+async def test_no_way_of_writing_a_request_needs_no_key(path: str, host: str) -> None:
+    async with client(KeyRing({})) as http:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+        writer.close()
+
+
 def test_nothing_makes_markup_of_text_or_comes_from_elsewhere() -> None:
     markup = re.compile(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|createContextualFragment|setHTML|srcdoc"

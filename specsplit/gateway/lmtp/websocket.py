@@ -45,7 +45,7 @@ class LmtpApp:
         # A page of another site may open a WebSocket here, so what names its origin has to be from here.
         origin = socket.headers.get("origin")
         is_foreign = origin is not None and origin.partition("://")[2] != socket.headers.get("host")
-        if socket.url.path not in self._paths or caller is None or is_foreign or not self._is_open():
+        if scope["path"] not in self._paths or caller is None or is_foreign or not self._is_open():
             await socket.close()  # before it is accepted: the client gets a 403
             return
         await socket.accept()
