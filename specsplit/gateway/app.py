@@ -24,6 +24,7 @@ from specsplit.gateway.chat import ChatFormat, conversation_ids
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
 from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.errors import ApiError, api_error
+from specsplit.gateway.hosts import foreign_host
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.message_log import MessageLog
 from specsplit.gateway.lmtp.session import LmtpServer
@@ -144,15 +145,18 @@ class _Door:
             await send(message)
             sent = message
 
-        caller = ""
+        caller, refused = "", None
         # The path that is routed: that of `request.url` is made with the Host header, which a client chooses.
-        if self._keys is not None and scope["path"] not in _OPEN_PATHS:
+        if self._keys is None:
+            refused = foreign_host(scope)
+        elif scope["path"] not in _OPEN_PATHS:
             found = self._keys.caller(request.headers.get("authorization", ""))
             if found is None:
                 refused = ApiError(401, "The API key is missing or not known.", code="invalid_api_key")
-                await logged(refused, scope)(scope, receive, send_with_id)
-                return
-            caller = found
+            caller = found or ""
+        if refused is not None:
+            await logged(refused, scope)(scope, receive, send_with_id)
+            return
         scope["state"]["caller"] = caller
         try:
             await self._app(scope, receive, send_with_id)

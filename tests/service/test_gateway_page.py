@@ -82,7 +82,7 @@ async def test_no_other_path_is_a_file(path: str) -> None:
     async with client() as http:
         # Clients tidy paths up, so this one is sent as it is.
         reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 404")
         writer.close()
 
