@@ -8,13 +8,13 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from specsplit.core.errors import InvalidRequest, Overloaded
-from specsplit.core.types import FinishReason, Scores, TokenLogProb
+from specsplit.core.types import FinishReason, SamplingParams, Scores, TokenLogProb
 from specsplit.gateway.lmtp import messages
 from specsplit.gateway.lmtp.messages import Generate, Item, Score
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.quotas import Answering
-from specsplit.limits import MAX_REFUSED_S
+from specsplit.limits import MAX_REFUSED_S, SMALL_BYTES
 from specsplit.orchestrator.request import Chunk, Request
 from specsplit.orchestrator.text import ByteDetokenizer, Detokenizer, detokenizer_of
 
@@ -23,6 +23,8 @@ TellFull = Callable[[], None]
 """Called if the worker's queue is full, and the stream has to come again."""
 _SCORES_PER_FRAME = 1000
 """Items of one frame: the real client closes the connection at a frame of 4 MiB."""
+_FEW_BIASES = SMALL_BYTES // 16
+"""Biases that are checked at once; in a frame each has some 16 characters."""
 
 
 class _Texts:
@@ -75,7 +77,7 @@ async def generate(
     request = Request(
         prompt_ids=ids,
         max_new_tokens=asked.max_tokens,
-        sampling=asked.sampling(model.identity.vocab_size),
+        sampling=await _sampling(asked, model.identity.vocab_size),
         seed=asked.seed,
         ignore_eos=asked.ignore_eos,
         logprobs=1 if asked.top_logprobs is None else asked.top_logprobs,
@@ -103,6 +105,13 @@ async def generate(
         raise InvalidRequest(
             f"The answer has {answer.num_tokens} tokens, so nothing is left from x_resume_from {asked.x_resume_from}."
         )
+
+
+async def _sampling(asked: Generate, vocab_size: int) -> SamplingParams:
+    """Return how tokens are picked; many biases are checked on a thread, so that no other answer stands still."""
+    if len(asked.logit_bias or ()) <= _FEW_BIASES:
+        return asked.sampling(vocab_size)
+    return await asyncio.to_thread(asked.sampling, vocab_size)
 
 
 class _AnswerItems:
