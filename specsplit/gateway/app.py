@@ -64,7 +64,8 @@ class Gateway:
 
 def create_app(gateway: Gateway) -> ASGIApp:
     """Return the application over `gateway`."""
-    app = FastAPI(title="SpecSplit", version=gateway.version, docs_url=None, redoc_url=None)
+    # A redirect would lead to http:// whatever the client's scheme, and many clients do not follow one of a POST.
+    app = FastAPI(title="SpecSplit", version=gateway.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     describe = app.openapi
     app.openapi = lambda: _add_schemas(describe())
     _add_operations(app, gateway)

@@ -87,6 +87,15 @@ async def test_no_other_path_is_a_file(path: str) -> None:
         writer.close()
 
 
+async def test_a_path_with_a_slash_too_many_is_answered_with_ours() -> None:
+    async with client() as http:
+        for method, path in (("POST", "/v1/completions"), ("POST", "/tokenize"), ("GET", "/v1/models")):
+            answer = await http.request(method, f"{path}/", json={})
+            assert answer.status_code == 404
+            if path != "/v1/models":  # behind that one the name of a model is expected
+                assert answer.json()["error"]["message"] == f"There is no {path}/ here; here it is {path}."
+
+
 async def test_the_page_needs_no_key_and_the_rest_does() -> None:
     async with client(KeyRing({})) as http:
         for path in PAGE_PATHS:
