@@ -23,7 +23,11 @@ QUIET_S = 1.0
 """A stream that has nothing to send for so long sends a comment, so that nobody takes it for dead."""
 _LAST_WORD_S = 1.0
 """Time for a client to take the error that ends its answer."""
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would keep the events until it has many
+]
 _REFUSED = frozenset({401, 403, 413, 429, 503})
 """Statuses of requests that are sent away: for want of a key or of room, or since they are too large."""
 Event = dict[str, Any]

@@ -99,6 +99,15 @@ async def test_a_pause_behind_an_event_says_nothing_of_what_was_waited_for(monke
         assert b"waiting" not in said + await reader.readuntil(b"\r\n0\r\n\r\n")
 
 
+async def test_a_stream_asks_proxies_to_hand_its_events_on() -> None:
+    app = App()
+    app.go_on.set()
+    async with serving_http(app, "127.0.0.1", 0) as running, httpx.AsyncClient() as http:
+        headers = (await http.get(f"http://{running.address}/")).headers
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-cache")
+
+
 async def test_no_character_of_a_text_ends_the_line_of_its_event() -> None:
     app = App()
     app.text = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\ne\\u2028 \N{EURO SIGN}"
