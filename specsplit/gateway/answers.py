@@ -165,7 +165,8 @@ class Answers:
     async def _opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
         """Return what an answer begins with, behind which its tokens come."""
         opening = await self.format.opening(index)
-        self.offsets[index] = TextOffsets(self.model.tokenizer, len(opening[0]) if opening is not None else 0)
+        start, before = len(opening[0]) if opening is not None else 0, self.requests[index].prompt_ids
+        self.offsets[index] = TextOffsets(self.model.tokenizer, start, before=before)
         return opening
 
     async def _chunks(self) -> AsyncGenerator[Answer]:

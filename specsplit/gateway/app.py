@@ -24,6 +24,7 @@ from specsplit.gateway.chat import ChatFormat, conversation_ids
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
 from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.errors import ApiError, api_error
+from specsplit.gateway.hosts import foreign_host
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.message_log import MessageLog
 from specsplit.gateway.lmtp.session import LmtpServer
@@ -63,7 +64,8 @@ class Gateway:
 
 def create_app(gateway: Gateway) -> ASGIApp:
     """Return the application over `gateway`."""
-    app = FastAPI(title="SpecSplit", version=gateway.version, docs_url=None, redoc_url=None)
+    # A redirect would lead to http:// whatever the client's scheme, and many clients do not follow one of a POST.
+    app = FastAPI(title="SpecSplit", version=gateway.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     describe = app.openapi
     app.openapi = lambda: _add_schemas(describe())
     _add_operations(app, gateway)
@@ -76,7 +78,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
     async def answer_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path, allowed = request.url.path, (error.headers or {}).get("Allow", "other methods")
+        path, allowed = request.scope["path"], (error.headers or {}).get("Allow", "other methods")
         ours = our_path(path, [str(getattr(route, "path", "")) for route in app.routes])
         words = f"here it is {ours}" if ours else "/openapi.json lists what there is, such as /v1/completions"
         said = {404: f"There is no {path} here; {words}.", 405: f"{path} takes {allowed}, not {request.method}."}
@@ -144,14 +146,18 @@ class _Door:
             await send(message)
             sent = message
 
-        caller = ""
-        if self._keys is not None and request.url.path not in _OPEN_PATHS:
+        caller, refused = "", None
+        # The path that is routed: that of `request.url` is made with the Host header, which a client chooses.
+        if self._keys is None:
+            refused = foreign_host(scope)
+        elif scope["path"] not in _OPEN_PATHS:
             found = self._keys.caller(request.headers.get("authorization", ""))
             if found is None:
                 refused = ApiError(401, "The API key is missing or not known.", code="invalid_api_key")
-                await logged(refused, scope)(scope, receive, send_with_id)
-                return
-            caller = found
+            caller = found or ""
+        if refused is not None:
+            await logged(refused, scope)(scope, receive, send_with_id)
+            return
         scope["state"]["caller"] = caller
         try:
             await self._app(scope, receive, send_with_id)

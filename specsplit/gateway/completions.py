@@ -47,8 +47,9 @@ def make_requests(
         InvalidRequest: a value is out of range.
     """
     sampling = body.sampling()
-    # The choices of one prompt have one seed, as in OpenAI's API: the choice is part of the noise's key.
-    seed = secrets.randbits(64) if body.seed is None else body.seed % (1 << 64)
+    # The choices of one prompt have one seed, as in OpenAI's API: the choice is part of the noise's key. A prompt that
+    # comes twice without one has two, since it asks for two samples.
+    seeds = [secrets.randbits(64) if body.seed is None else body.seed % (1 << 64) for _ in prompts]
     optional: dict[str, Any] = {} if body.priority is None else {"priority": body.priority}
     return [
         Request(
@@ -65,7 +66,7 @@ def make_requests(
             caller=caller,
             **optional,
         )
-        for ids in prompts
+        for ids, seed in zip(prompts, seeds, strict=True)
         for choice in range(body.n or 1)
     ]
 

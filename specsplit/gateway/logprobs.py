@@ -22,16 +22,16 @@ class TokenEntry(NamedTuple):
 
 
 class TextOffsets:
-    """Finds the places of a text's tokens, in order; the first one begins at `start`.
+    """Finds the places of a text's tokens, in order; the first one begins at `start`, behind the tokens of `before`.
 
     They follow from the tokens alone, not from how much text is held back: a token that ends a character is at the
     place of that character, as the one that begins it, and a token behind the end of the text is where it would be.
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0, text: str = "") -> None:
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, text: str = "", before: Sequence[int] = ()) -> None:
         self._tokenizer, self._text, self._offset = tokenizer, text, start
         """`text` is known for prompts only."""
-        self._complete = _completed_text(tokenizer)
+        self._complete = _completed_text(tokenizer, before)
 
     def entries(self, token_ids: Iterable[int], found: Iterable[TokenLogProb | None]) -> list[TokenEntry]:
         """Return the entries of the next tokens."""
@@ -49,11 +49,11 @@ class TextOffsets:
         return len(name) if self._text.startswith(name, self._offset) else 0
 
 
-def _completed_text(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """Return what tells the text that each token in turn completes."""
+def _completed_text(tokenizer: Tokenizer, before: Sequence[int]) -> Callable[[int], str]:
+    """Return what tells the text that each token in turn completes behind those of `before`."""
     token_bytes = tokenizer.token_bytes
     if token_bytes is None:
-        return Detokenizer(tokenizer.decode).push
+        return Detokenizer(tokenizer.decode, before).push
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return lambda token_id: decoder.decode(token_bytes(token_id))
 

@@ -72,14 +72,14 @@ def _biases(value: object) -> object:
 
 
 def _content(value: object) -> object:
-    """Return the text of a message, which may come in parts."""
+    """Return the text of a message, which may come in parts; each of them begins a line."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
         parts = cast("list[object]", value)
         texts = [part.get("text") for part in map(_as_dict, parts) if part.get("type") == "text" and len(part) == 2]
         if len(texts) == len(parts) and _is_list_of(texts, str):
-            return "".join(cast("list[str]", texts))
+            return "\n".join(cast("list[str]", texts))  # as vLLM and llama.cpp do
     raise ValueError('must be a text, or a list of parts {"type": "text", "text": ...}: this server takes text alone')
 
 

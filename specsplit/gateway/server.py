@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specsplit.core.errors import InvalidSettings
+from specsplit.gateway.hosts import listening_at
 from specsplit.gateway.lmtp.protocol import LastWordProtocol
 from specsplit.limits import HEADERS_S, KEEP_ALIVE_S, MAX_FRAME_BYTES, MAX_HEAD_BYTES, SEND_S
 from specsplit.telemetry.session_log import log_request
@@ -242,7 +243,7 @@ async def serving_http(
     """
     listener = _listen(host, port, option)
     config = _Config(
-        app,
+        listening_at(host, app),
         http=LimitedProtocol,
         ws=LastWordProtocol,
         ws_max_size=MAX_FRAME_BYTES,

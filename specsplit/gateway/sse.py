@@ -23,13 +23,28 @@ QUIET_S = 1.0
 """A stream that has nothing to send for so long sends a comment, so that nobody takes it for dead."""
 _LAST_WORD_S = 1.0
 """Time for a client to take the error that ends its answer."""
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would keep the events until it has many
+]
 _REFUSED = frozenset({401, 403, 413, 429, 503})
 """Statuses of requests that are sent away: for want of a key or of room, or since they are too large."""
 Event = dict[str, Any]
 # Made once: json.dumps makes one for every value.
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_LINE_ENDS = {"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"}
+"""Characters that end a line in Unicode, and so to clients that split what they read with `str.splitlines` (httpx)."""
 _log = logging.getLogger(__name__)
+
+
+def _to_json(event: Event) -> str:
+    """Return an event as JSON on one line."""
+    text = _encode(event)
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS.items():
+            text = text.replace(character, escaped)
+    return text
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:

@@ -111,7 +111,13 @@ class Session:
 
         end, max_nodes = params.prompt_length + params.max_tokens, identity.max_nodes
         planner = RoundPlanner(speculation, mode, context.modes, stats, end=end, max_nodes=max_nodes)
-        answer = Answer(context.tokenizer, eos_ids=params.eos_ids, stop=request.stop, max_tokens=params.max_tokens)
+        answer = Answer(
+            context.tokenizer,
+            request.prompt_ids,
+            eos_ids=params.eos_ids,
+            stop=request.stop,
+            max_tokens=params.max_tokens,
+        )
         tally = Tally(
             (speculation.depth or DEFAULT_DEPTH) if speculation.has_trees(has_draft=self._draft is not None) else 0
         )

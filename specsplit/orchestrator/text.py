@@ -22,6 +22,8 @@ _MOST_GARBAGE = _LONG_WINDOW_TOKENS
 """Characters U+FFFD that are held back."""
 _KEPT_TOKENS = 4
 """More tokens than an unfinished character has bytes."""
+_MOST_LOOKED_AT = 256
+"""Tokens among which one that is text by itself is looked for; a character of another script may have four."""
 
 
 @record
@@ -37,18 +39,22 @@ class Detokenizer:
     """Decode over a short window, so that a token costs the same wherever it stands.
 
     The window begins where a character begins and keeps tokens already shown as context, since some tokenizers decode
-    a token differently at the start of a text. The deltas, flush included, join to `decode` of all tokens, for every
-    tokenizer whose decode appends text but for an unfinished character at the end.
+    a token differently at the start of a text: those of Llama 2, Mistral and Phi-3 drop its first blank. The deltas,
+    flush included, join to `decode` of all tokens, for every tokenizer whose decode appends text but for an unfinished
+    character at the end. Behind the tokens of `before`, which have whole characters, they join to what `decode` of all
+    of them has more than `decode` of `before`.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window: list[int] = []
-        self._shown = 0
+        self._window = _last_text(decode, before)
+        self._num_before = len(self._window)
+        self._shown = len(decode(self._window)) if self._window else 0
         self._whole: int | None = None
 
     # Invariant: `_shown` characters of decode(_window) were returned; `_whole` is an index into the window, above 0,
-    # where characters were whole when they were last shown.
+    # where characters were whole when they were last shown. The window is [a token of text before | tokens pushed]; the
+    # first part has `_num_before` tokens, one or none, and does not count where the window's length decides.
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         """Return the text that `token_ids` complete."""
@@ -59,14 +65,28 @@ class Detokenizer:
         window = self._window
         window.append(token_id)
         text = self._decode(window)
+        num_pushed = len(window) - self._num_before
         if text.endswith(REPLACEMENT):
-            return self._split_garbage(text) if len(window) >= _LONG_WINDOW_TOKENS else ""
+            return self._split_garbage(text) if num_pushed >= _LONG_WINDOW_TOKENS else ""
         delta, self._shown = text[self._shown :], len(text)
-        if self._whole is not None and len(window) >= _WINDOW_TOKENS:
-            del window[: self._whole]
-            self._shown = len(self._decode(window))
+        if self._whole is not None and num_pushed >= _WINDOW_TOKENS:
+            self._trim(self._whole)
         self._whole = len(window)
         return delta
+
+    def _trim(self, whole: int) -> None:
+        """Shorten the window to the tokens from index `whole` on.
+
+        If they are no text by themselves, since they are control tokens, a token of text stays before them: else the
+        next word would stand at the beginning of a text.
+        """
+        window = self._window
+        old = window[:whole]
+        del window[:whole]
+        self._num_before, self._shown = 0, len(self._decode(window))
+        if not self._shown and (before := _last_text(self._decode, old)):
+            window[:0] = before
+            self._num_before, self._shown = len(before), len(self._decode(window))
 
     def flush(self) -> str:
         """Return what is left, an unfinished character as U+FFFD; nothing may be pushed after it."""
@@ -80,8 +100,20 @@ class Detokenizer:
             return ""
         delta = head[self._shown :]
         del window[:-_KEPT_TOKENS]
-        self._shown, self._whole = 0, None
+        self._num_before, self._shown, self._whole = 0, 0, None
         return delta
+
+
+def _last_text(decode: Decode, before: Sequence[int]) -> list[int]:
+    """Return the last token of `before` that is text by itself, in a list that is empty if there is none.
+
+    Parts of characters are left out: a byte behind them would be decoded as one with them. So are control tokens.
+    """
+    for token_id in reversed(before[-_MOST_LOOKED_AT:]):
+        text = decode([token_id, token_id])  # twice, since a blank alone may be dropped
+        if text and REPLACEMENT not in text:
+            return [token_id]
+    return []
 
 
 class ByteDetokenizer:
@@ -123,10 +155,11 @@ class ByteDetokenizer:
         return self._garbage + self._rest.decode(errors="replace")
 
 
-def detokenizer_of(tokenizer: Tokenizer) -> Detokenizer | ByteDetokenizer:
-    """Return what turns the tokens of one answer into text."""
+def detokenizer_of(tokenizer: Tokenizer, before: Sequence[int] = ()) -> Detokenizer | ByteDetokenizer:
+    """Return what turns the tokens of one answer, which stand behind those of `before`, into text."""
     token_bytes = tokenizer.token_bytes
-    return Detokenizer(tokenizer.decode) if token_bytes is None else ByteDetokenizer(token_bytes)
+    # Bytes are the same wherever they stand.
+    return Detokenizer(tokenizer.decode, before) if token_bytes is None else ByteDetokenizer(token_bytes)
 
 
 class StopStrings:
@@ -186,14 +219,22 @@ class Answer:
     """Follows one answer token by token, and ends it.
 
     `max_tokens` is what the request allows or what the context has room for, whichever is less. If several ends fall on
-    one token, EOS and stop strings come before length.
+    one token, EOS and stop strings come before length. The text is what the tokens add to that of `prompt_ids`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, eos_ids: Sequence[int], stop: Sequence[str], max_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        eos_ids: Sequence[int],
+        stop: Sequence[str],
+        max_tokens: int,
+    ) -> None:
         self.token_ids: list[int] = []
         self._text: list[str] = []
         self._eos_ids = frozenset(eos_ids)
-        self._detokenizer = detokenizer_of(tokenizer)
+        self._detokenizer = detokenizer_of(tokenizer, prompt_ids)
         self._stop_strings = StopStrings(stop)
         self._tokens_left = max_tokens
 

@@ -82,9 +82,18 @@ async def test_no_other_path_is_a_file(path: str) -> None:
     async with client() as http:
         # Clients tidy paths up, so this one is sent as it is.
         reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 404")
         writer.close()
+
+
+async def test_a_path_with_a_slash_too_many_is_answered_with_ours() -> None:
+    async with client() as http:
+        for method, path in (("POST", "/v1/completions"), ("POST", "/tokenize"), ("GET", "/v1/models")):
+            answer = await http.request(method, f"{path}/", json={})
+            assert answer.status_code == 404
+            if path != "/v1/models":  # behind that one the name of a model is expected
+                assert answer.json()["error"]["message"] == f"There is no {path}/ here; here it is {path}."
 
 
 async def test_the_page_needs_no_key_and_the_rest_does() -> None:
@@ -93,6 +102,17 @@ async def test_the_page_needs_no_key_and_the_rest_does() -> None:
             assert (await http.get(path)).status_code == 200, path
         for path in ("/v1/models", "/web/nothing.js", "/tokenize"):
             assert (await http.get(path)).status_code == 401, path
+
+
+@pytest.mark.parametrize(
+    ("path", "host"), [("/v1/chat/completions", "x/health?"), ("/v1/models", "x/health#"), ("/heal%09th", "x")]
+)
+async def test_no_way_of_writing_a_request_needs_no_key(path: str, host: str) -> None:
+    async with client(KeyRing({})) as http:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+        writer.close()
 
 
 def test_nothing_makes_markup_of_text_or_comes_from_elsewhere() -> None:

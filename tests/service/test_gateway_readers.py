@@ -34,7 +34,7 @@ async def gateway(target: FakeTarget, tokenizer: FakeTokenizer, metrics: Metrics
 
 def request(path: str, **fields: Any) -> bytes:
     content = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
+import httpx2 as httpx
 import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -96,6 +97,30 @@ async def test_a_pause_behind_an_event_says_nothing_of_what_was_waited_for(monke
         said = await reader.readuntil(b": working\n\n")
         go_on.set()
         assert b"waiting" not in said + await reader.readuntil(b"\r\n0\r\n\r\n")
+
+
+async def test_a_stream_asks_proxies_to_hand_its_events_on() -> None:
+    app = App()
+    app.go_on.set()
+    async with serving_http(app, "127.0.0.1", 0) as running, httpx.AsyncClient() as http:
+        headers = (await http.get(f"http://{running.address}/")).headers
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-cache")
+
+
+async def test_no_character_of_a_text_ends_the_line_of_its_event() -> None:
+    app = App()
+    app.text = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\ne\\u2028 \N{EURO SIGN}"
+    app.go_on.set()
+    async with (
+        serving_http(app, "127.0.0.1", 0) as running,
+        httpx.AsyncClient() as http,
+        http.stream("GET", f"http://{running.address}/") as answer,
+    ):
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert [line.partition(": ")[0] for line in lines] == ["data", "data"]
+    assert json.loads(lines[0].removeprefix("data: "))["text"] == app.text
+    assert "\N{EURO SIGN}" in lines[0]
 
 
 async def test_an_error_before_the_first_event_is_an_ordinary_answer() -> None:

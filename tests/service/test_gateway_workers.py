@@ -185,7 +185,7 @@ async def begin(
     content = json.dumps({"model": "code", "ignore_eos": True, **body}).encode()
     host, port = gateway.ready["address"].rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(content)}\r\n\r\n"
     writer.write(head.encode() + content[: len(content) - missing])
     await writer.drain()

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
+import aiohttp
 import pytest
 from websockets.frames import Frame, Opcode
 
@@ -124,6 +125,12 @@ def _send_all(descriptor: int, content: bytes) -> None:
     with socket.socket(fileno=descriptor) as connection:
         connection.settimeout(LIMIT_S)
         connection.sendall(content)
+
+
+async def test_a_path_is_taken_as_it_is_routed() -> None:
+    async with lmtp(FakeTarget()) as served, aiohttp.ClientSession() as http:
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+            await http.ws_connect(f"http://{served.server.address}/%09")
 
 
 async def test_a_frame_of_the_largest_size_is_read() -> None:

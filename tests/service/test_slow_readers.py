@@ -77,7 +77,7 @@ async def slow_reader(gateway: GatewayProcess) -> AsyncGenerator[asyncio.StreamR
     reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
     content = json.dumps(SLOW).encode()
     writer.write(
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\n\r\n".encode()
         + content
     )

@@ -61,6 +61,16 @@ class WindowedTokenizer(FakeTokenizer):
     token_bytes = None
 
 
+class BlankDroppingTokenizer(WindowedTokenizer):
+    """The same, which drops a text's first blank, as tokenizers of Llama 2's kind do."""
+
+    def token_text(self, token_id: int) -> str:
+        return super().decode([token_id])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return super().decode(token_ids).removeprefix(" ")
+
+
 def next_token(params: SessionParams, prefix: int, last_tokens: Sequence[int]) -> int:
     """Return the target's pick: a hash of seed, choice and prefix; mostly well-formed UTF-8, EOS now and then."""
     chance = zlib.crc32(f"{params.seed} {params.choice} {prefix}".encode())

@@ -28,8 +28,8 @@ ChannelName = Literal["websocket", "stdio", "memory"]
 CHANNELS: tuple[ChannelName, ...] = ("websocket", "stdio", "memory")
 
 
-async def served(target: FakeTarget) -> ServedModel:
-    tokenizer = FakeTokenizer()
+async def served(target: FakeTarget, tokenizer: FakeTokenizer | None = None) -> ServedModel:
+    tokenizer = tokenizer or FakeTokenizer()
     policy = RetryPolicy(waits_when_full=False)  # as a gateway's
     orchestrator = Orchestrator(target, None, tokenizer, Speculation(mode="plain"), retry_policy=policy)
     return ServedModel("small", await target.ping(), tokenizer, target, lambda _: orchestrator)

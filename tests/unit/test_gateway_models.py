@@ -122,3 +122,14 @@ def test_a_request_that_a_worker_sends_away_costs_no_tokens() -> None:
         spend(1)
     with pytest.raises(Overloaded, match="tokens per second"), quotas.answering("alice", 50):
         pass
+
+
+@pytest.mark.parametrize("seed", [None, 5, -1])
+def test_a_prompt_that_comes_twice_is_sampled_twice_without_a_seed(seed: int | None) -> None:
+    body = CompletionBody(prompt=["x", "x"], n=2, seed=seed)
+    made = make_requests(body, [(1,), (1,)], 4, None, "", Deadline(None, 0.0))
+    first, second = made[:2], made[2:]
+    assert [(each.choice, each.seed) for each in first] == [(0, first[0].seed), (1, first[0].seed)]
+    assert len({each.seed for each in second}) == 1
+    assert (first[0].seed == second[0].seed) == (seed is not None)
+    assert seed is None or first[0].seed == seed % (1 << 64)

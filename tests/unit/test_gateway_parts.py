@@ -251,6 +251,13 @@ def test_clients_of_vllm_may_tokenize(asked: dict[str, Any], of_vllm: dict[str, 
         validated(TokenizeBody, {**asked, **wrong})
 
 
+def test_the_text_parts_of_a_message_are_lines() -> None:
+    for texts in (["one"], ["one", "", "two\n", "three"]):
+        content = [{"type": "text", "text": text} for text in texts]
+        (message,) = validated(ChatBody, {"messages": [{"role": "user", "content": content}]}).messages
+        assert message.for_template()["content"] == "\n".join(texts)
+
+
 WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "temperature": "1"}, "temperature", "must be a number"),
     ({"prompt": "x", "temperature": True}, "temperature", "must be a number"),

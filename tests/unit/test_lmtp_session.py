@@ -6,16 +6,21 @@ import asyncio
 import json
 import os
 import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specsplit.core.errors import Overloaded
 from specsplit.core.types import Identity, Proposal, Turn, Verdict
+from specsplit.gateway.lmtp import messages
 from specsplit.gateway.lmtp import session as sessions
+from specsplit.gateway.lmtp.message_log import message_log
 from specsplit.gateway.lmtp.session import LmtpServer, LmtpSession
 from specsplit.gateway.models import ModelTable, ServedModel
-from specsplit.limits import MAX_REFUSED_S
+from specsplit.limits import MAX_REFUSED_S, SMALL_BYTES
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import RetryPolicy
 from specsplit.speculation.options import Speculation
@@ -35,6 +40,7 @@ class Pipe:
         model = ServedModel("small", identity, tokenizer, target, lambda _: orchestrator)
         self.target = target
         self.frames: list[tuple[str, list[dict[str, Any]]]] = []
+        self.model = model
         self.session = LmtpSession(LmtpServer(ModelTable([model])), self._take)
 
     async def _take(self, frame: str) -> None:
@@ -151,6 +157,40 @@ async def test_the_requests_of_open_streams_have_a_size_together(pipe: Pipe, mon
         assert "characters together" in pipe.items(4)[-1]["error"]
     assert [len(pipe.items(stream_id)) for stream_id in (2, 3, 4)] == [8, 8, 2]
     assert len(await pipe.ask("GENERATE", prompt="a" * 50, model=None, ignore_eos=True, seed=1, top_k=0)) > 1
+
+
+async def test_a_large_frame_does_not_hold_up_the_streams_of_others(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is read and checked on a thread, once, and the frames behind it wait for it."""
+    noted: list[tuple[str, bool]] = []
+
+    def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            noted.append((name, threading.current_thread() is threading.main_thread()))
+            return function(*arguments)
+
+        return called
+
+    async def take(frame: str) -> None:
+        sent.append(frame)
+
+    sent: list[str] = []
+    for name in ("split_frame", "parse", "SamplingParams"):
+        monkeypatch.setattr(messages, name, note(name, getattr(messages, name)))
+    monkeypatch.setattr(json, "loads", note("loads", json.loads))
+    biases = {str(token): 0.0 for token in range(SMALL_BYTES // 8)}
+    with message_log(str(tmp_path / "messages"), shows_prompts=False) as log:
+        session = LmtpSession(LmtpServer(ModelTable([pipe.model]), log=log), take)
+        for stream_id, fields in ((1, {"logit_bias": biases}), (2, {})):
+            asked = {"stream_id": stream_id, "prompt": [1], "max_tokens": 1, **fields}
+            await session.handle(f"GENERATE {json.dumps(asked)}")
+            assert session.num_open == 1, "begun when it has been read, and before the next one"
+            await session.wait()
+    steps = ["split_frame", "loads", "parse", "SamplingParams"]
+    assert noted == [*((name, False) for name in steps), *((name, True) for name in steps)]
+    assert len(sent) == 2
+    assert len((tmp_path / "messages").read_text().splitlines()) == 4
 
 
 async def test_closing_ends_every_stream_and_says_so(pipe: Pipe) -> None:

@@ -24,7 +24,7 @@ from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTarget, FakeTokenizer
-from tests.support.language import TOKENS, WindowedTokenizer
+from tests.support.language import TOKENS, BlankDroppingTokenizer, WindowedTokenizer
 
 PROMPT = "a €:"
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -73,7 +73,9 @@ async def joined(tokenizer: FakeTokenizer, target: FakeTarget | None = None, **f
     return choices
 
 
-@pytest.mark.parametrize("tokenizer", [FakeTokenizer(), WindowedTokenizer()], ids=["bytes", "windows"])
+@pytest.mark.parametrize(
+    "tokenizer", [FakeTokenizer(), WindowedTokenizer(), BlankDroppingTokenizer()], ids=["bytes", "windows", "blanks"]
+)
 @pytest.mark.parametrize("fields", [{}, {"stop": ["b E", "END", "€"]}, {"echo": True}], ids=str)
 async def test_a_stream_joins_to_the_arrays_of_the_whole_answer(
     tokenizer: FakeTokenizer, fields: dict[str, Any]
@@ -81,6 +83,16 @@ async def test_a_stream_joins_to_the_arrays_of_the_whole_answer(
     for seed in range(12):
         asked = {"seed": seed, "n": 2, **fields}
         assert await joined(tokenizer, **asked) == await whole(tokenizer, **asked)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": [" E", "END"]}, {"echo": True}, {"prompt": [*b"ab"]}], ids=str)
+async def test_the_first_blank_of_an_answer_has_its_place(fields: dict[str, Any]) -> None:
+    firsts: set[str] = set()
+    for seed in range(40):
+        (choice,) = await whole(BlankDroppingTokenizer(), seed=seed, **fields)
+        assert [choice] == await whole(WindowedTokenizer(), seed=seed, **fields)
+        firsts.add(choice["text"].removeprefix(PROMPT if "echo" in fields else "")[:1])
+    assert " " in firsts
 
 
 @pytest.mark.parametrize("echo", [False, True])

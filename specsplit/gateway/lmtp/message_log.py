@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, TextIO, cast
 
-from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.errors import InvalidSettings
 from specsplit.core.paths import expanded
-from specsplit.gateway.lmtp.messages import Item, split_frame
+from specsplit.gateway.lmtp.messages import Item
 
 _MAX_WAITING = 10_000
 """Lines that wait for a slow disk; what comes beyond them is counted only."""
@@ -32,17 +32,20 @@ class MessageLog:
         self._file, self._shows_prompts = file, shows_prompts
         self._lines: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)
         self._num_missing = 0
+        self._putting = threading.Lock()
         self._thread = threading.Thread(target=self._write_all, name="specsplit-messages", daemon=True)
         self._thread.start()
 
-    def received(self, client: str, frame: str) -> None:
-        """Log a frame of a client; of what is none only the first word, for the rest may be a prompt."""
-        try:
-            kind, fields = split_frame(frame)
-        except InvalidRequest:
+    def received(self, client: str, frame: str, request: tuple[str, Mapping[str, Any]] | None) -> None:
+        """Log a frame of a client, which is that request, on any thread.
+
+        If it is no request, only the first word is shown, for the rest may be a prompt.
+        """
+        if request is None:
             shown = frame if self._shows_prompts else f"{frame.partition(' ')[0][:40]!r} and so on: no request"
             self._put(client, ">", json.dumps(shown))
         else:
+            kind, fields = request
             self._put(client, ">", f"{kind} {_json(fields if self._shows_prompts else _masked(fields))}")
 
     def sent(self, client: str, kind: str, items: Sequence[Item]) -> None:
@@ -57,14 +60,15 @@ class MessageLog:
 
     def _put(self, client: str, direction: str, message: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
-        missing = f"{now}Z {self._num_missing} messages are missing here\n" if self._num_missing else ""
-        try:
-            # On the event loop, so this never waits: a line for which there is no place is counted instead.
-            self._lines.put_nowait(f"{missing}{now}Z {client or '-'} {direction} {message}\n")
-        except queue.Full:
-            self._num_missing += 1
-        else:
-            self._num_missing = 0
+        with self._putting:
+            missing = f"{now}Z {self._num_missing} messages are missing here\n" if self._num_missing else ""
+            try:
+                # On the event loop, so this never waits: a line for which there is no place is counted instead.
+                self._lines.put_nowait(f"{missing}{now}Z {client or '-'} {direction} {message}\n")
+            except queue.Full:
+                self._num_missing += 1
+            else:
+                self._num_missing = 0
 
     def _write_all(self) -> None:
         is_well = True

@@ -93,7 +93,7 @@ class Generate(Stream):
         Raises:
             InvalidRequest: a value is out of range.
         """
-        chosen = SamplingParams(
+        return SamplingParams(
             self.temperature or 0.0,
             self.top_p,
             self.top_k,
@@ -101,9 +101,8 @@ class Generate(Stream):
             self.presence_penalty,
             self.frequency_penalty,
             self.repetition_penalty,
-            tuple((self.logit_bias or {}).items()),
+            tuple(bias for bias in (self.logit_bias or {}).items() if bias[0] < vocab_size),
         )
-        return chosen.within(vocab_size)
 
 
 class Score(Stream):

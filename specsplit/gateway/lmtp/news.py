@@ -19,13 +19,15 @@ class StreamNews:
         self._tell = tell
         self._latest: dict[int, Item] = {}
         self._telling: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def put(self, item: Item) -> None:
-        """Report the news of a stream soon."""
+        """Report the news of a stream soon; after `close` nothing is reported."""
+        if self._is_closed:
+            return
         self._latest[item["stream_id"]] = item
         if self._telling is None:
             self._telling = asyncio.create_task(self._run())
-            self._telling.add_done_callback(self._forget)
 
     def drop(self, stream_id: int) -> None:
         """Forget what a stream waited for: it waits no longer."""
@@ -33,21 +35,23 @@ class StreamNews:
 
     async def close(self) -> None:
         """Report nothing more."""
+        self._is_closed = True
         self._latest.clear()
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.wait([self._telling])
 
     async def _run(self) -> None:
-        while self._latest:
-            await self._tell(self._take)
-            await asyncio.sleep(PERIOD_S)
+        try:
+            while self._latest:
+                await self._tell(self._take)
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            # Here and not in a callback, which comes a turn later: news that came between would wait for the next ones.
+            self._telling = None
 
     def _take(self) -> list[Item]:
         # Called when the frame is about to leave: no news of a stream comes behind its tokens.
         items = list(self._latest.values())
         self._latest.clear()
         return items
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._telling = None

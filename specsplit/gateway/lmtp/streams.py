@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
 from specsplit.core.errors import InvalidRequest, Overloaded
-from specsplit.core.ports import Tokenizer
-from specsplit.core.types import FinishReason, Scores, TokenLogProb
+from specsplit.core.types import FinishReason, SamplingParams, Scores, TokenLogProb
 from specsplit.gateway.lmtp import messages
 from specsplit.gateway.lmtp.messages import Generate, Item, Score
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.quotas import Answering
-from specsplit.limits import MAX_REFUSED_S
+from specsplit.limits import MAX_REFUSED_S, SMALL_BYTES
 from specsplit.orchestrator.request import Chunk, Request
-from specsplit.orchestrator.text import detokenizer_of
+from specsplit.orchestrator.text import ByteDetokenizer, Detokenizer, detokenizer_of
 
 T = TypeVar("T")
 TellFull = Callable[[], None]
 """Called if the worker's queue is full, and the stream has to come again."""
 _SCORES_PER_FRAME = 1000
 """Items of one frame: the real client closes the connection at a frame of 4 MiB."""
+_FEW_BIASES = SMALL_BYTES // 16
+"""Biases that are checked at once; in a frame each has some 16 characters."""
 
 
 class _Texts:
     """The text that each token of a stream completes; the texts join to that of the answer."""
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        self._detokenizer = detokenizer_of(tokenizer)
-        self._detokenizer.push_all(before)
+    def __init__(self, detokenizer: Detokenizer | ByteDetokenizer) -> None:
+        self._detokenizer = detokenizer
 
     def push(self, token_id: int, *, is_text: bool, is_last: bool) -> str:
         """Return the text that is complete with this token; an end of sequence `is_text` of nobody."""
@@ -77,14 +77,15 @@ async def generate(
     request = Request(
         prompt_ids=ids,
         max_new_tokens=asked.max_tokens,
-        sampling=asked.sampling(model.identity.vocab_size),
+        sampling=await _sampling(asked, model.identity.vocab_size),
         seed=asked.seed,
         ignore_eos=asked.ignore_eos,
         logprobs=1 if asked.top_logprobs is None else asked.top_logprobs,
         caller=caller,
         request_id=f"lmtp-{asked.stream_id}",
     )
-    answer = _AnswerItems(asked.stream_id, _Texts(model.tokenizer) if is_text else None, asked.x_resume_from)
+    texts = _Texts(detokenizer_of(model.tokenizer, ids)) if is_text else None
+    answer = _AnswerItems(asked.stream_id, texts, asked.x_resume_from)
     orchestrator = model.orchestrator(None)
 
     async def answer_once() -> AsyncGenerator[Chunk]:
@@ -104,6 +105,13 @@ async def generate(
         raise InvalidRequest(
             f"The answer has {answer.num_tokens} tokens, so nothing is left from x_resume_from {asked.x_resume_from}."
         )
+
+
+async def _sampling(asked: Generate, vocab_size: int) -> SamplingParams:
+    """Return how tokens are picked; many biases are checked on a thread, so that no other answer stands still."""
+    if len(asked.logit_bias or ()) <= _FEW_BIASES:
+        return asked.sampling(vocab_size)
+    return await asyncio.to_thread(asked.sampling, vocab_size)
 
 
 class _AnswerItems:
@@ -139,7 +147,12 @@ async def score(
         InvalidRequest: nothing to score, or a text beside ids.
     """
     prompt, scored = await _scored_ids(model, asked)
-    texts = _Texts(model.tokenizer, prompt) if isinstance(asked.scored, str) else None
+    texts: _Texts | None = None
+    if isinstance(asked.scored, str):
+        # All of the prompt, not a token as context: a character of `scored` may begin in the prompt's last one.
+        detokenizer = detokenizer_of(model.tokenizer)
+        detokenizer.push_all(prompt)
+        texts = _Texts(detokenizer)
     tokens = tuple(scored)
     values: list[TokenLogProb] = []
     if not prompt:  # nothing is known of a first token

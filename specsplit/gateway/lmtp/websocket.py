@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from specsplit.engine.cancellation import to_its_end
+from specsplit.gateway.hosts import foreign_host
 from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.protocol import DRAIN
 from specsplit.gateway.lmtp.session import SHUTTING_DOWN, LmtpServer, LmtpSession
@@ -45,7 +46,8 @@ class LmtpApp:
         # A page of another site may open a WebSocket here, so what names its origin has to be from here.
         origin = socket.headers.get("origin")
         is_foreign = origin is not None and origin.partition("://")[2] != socket.headers.get("host")
-        if socket.url.path not in self._paths or caller is None or is_foreign or not self._is_open():
+        is_foreign = is_foreign or (self._keys is None and foreign_host(scope) is not None)
+        if scope["path"] not in self._paths or caller is None or is_foreign or not self._is_open():
             await socket.close()  # before it is accepted: the client gets a 403
             return
         await socket.accept()
