@@ -119,7 +119,7 @@ def test_help_shows_no_type_behind_a_flag(command: str, capsys: Capture):
 
 @pytest.mark.parametrize("width", [None, 80])
 def test_help_shows_whole_names_of_options(width: int | None, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
-    """A terminal of 80 columns has the longest in two lines; whatever else reads the help has as much room as it needs."""
+    """A terminal of 80 columns has the longest in two lines; whatever else reads it has room for all."""
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", width)
     monkeypatch.delenv("COLUMNS")
     assert main(["serve", "--help-all"]) == 0
