@@ -23,7 +23,7 @@ With workers elsewhere, in asyncio, without torch:
 
     from specsplit import Client
 
-    async with Client("target-host:7001", "draft-host:7002") as client:
+    async with Client("target-host:7001", "draft-host:7002", insecure=True) as client:  # or with tls_cert= ...
         async for chunk in client.stream([{"role": "user", "content": "Hi"}], temperature=0.7):
             print(chunk.text, end="")
 """

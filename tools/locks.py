@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
-EXTRAS = {"orchestrator": (), "gateway": ("gateway",), "worker": ("worker",)}
-"""The extras of each image."""
+EXTRAS = {"orchestrator": ("otlp",), "gateway": ("gateway", "otlp"), "worker": ("worker", "otlp")}
+"""The extras of each image; a cluster may name a collector of traces to every pod."""
 BUILD = "build"
 """The lock of what builds our own package in the images."""
 _TORCHS = ("cuda", "nvidia-", "torch", "triton")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from specsplit import __version__
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.supervision import local_processes
+from specsplit.assembly.worker_links import WorkerLinks, refuse_repeated, worker_links
 from specsplit.assembly.workers import Workers
 from specsplit.core.defaults import RETRY_S, Mode
 from specsplit.core.errors import InvalidSettings
@@ -60,16 +60,6 @@ class RunningGateway:
         self.gateway.is_draining = True
         servers = [self.server] if self.lmtp is None else [self.server, self.lmtp]
         return sum(await asyncio.gather(*(server.drain(grace_s) for server in servers)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """The addresses of one model's workers; without a name it has the target's own."""
-
-    name: str | None
-    targets: tuple[str, ...]
-    """One, or several replicas."""
-    draft: str | None
 
 
 @asynccontextmanager
@@ -140,12 +130,12 @@ async def serving_models(
         WorkerFailed: a worker started here ended before it served.
         LinkError, ModelError: a target elsewhere cannot be reached, or its tokenizer not be read.
     """
-    chosen, links = settings.gateway, _links(settings)
+    chosen, links = settings.gateway, worker_links(settings)
     security = open_security(chosen, "gateway")
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(local_processes(settings, worker_arguments, note))
         if started.target is not None:
-            links = [_Links(None, (started.target,), started.draft or settings.draft_address)]
+            links = [WorkerLinks(None, (started.target,), started.draft or settings.draft_address)]
         elif started.draft is not None:
             links = [replace(link, draft=started.draft) for link in links]
         if len(links) > 1 and settings.orchestrator.auditor is not None:
@@ -157,7 +147,7 @@ async def serving_models(
         models = [
             await stack.enter_async_context(_connected(settings, link, retry_s, security, note)) for link in links
         ]
-        _refuse_repeated(model.name for model in models)
+        refuse_repeated(model.name for model in models)
         for model in models:
             stack.callback(asyncio.create_task(model.watch()).cancel)
             stack.callback(asyncio.create_task(model.warm()).cancel)
@@ -166,13 +156,15 @@ async def serving_models(
 
 @asynccontextmanager
 async def _connected(
-    settings: Settings, links: _Links, retry_s: float, security: Security, note: Note | None
+    settings: Settings, links: WorkerLinks, retry_s: float, security: Security, note: Note | None
 ) -> AsyncGenerator[ServedModel]:
     """Connect to one model's workers for the length of the block."""
     first, *others = links.targets
     target = settings.target.model_copy(update={"address": first})
     draft = settings.draft.model_copy(update={"address": links.draft})
-    placed = settings.model_copy(update={"target": target, "draft": draft})
+    # Who names more patience for a lost target has it at the start as well, when a target elsewhere may still load.
+    patience = settings.orchestrator.model_copy(update={"retry": max(settings.orchestrator.retry, retry_s)})
+    placed = settings.model_copy(update={"target": target, "draft": draft, "orchestrator": patience})
     reach = remote_workers(placed, note, replicas=others, waits_when_full=False, security=security)
     async with reach as workers:
         orchestrate = partial(_orchestrator, workers, settings.orchestrator.model_copy(update={"retry": retry_s}))
@@ -206,56 +198,3 @@ def _keys(settings: GatewaySettings, hosts: Sequence[str]) -> KeyRing | None:
             "--api-key-file (specsplit keys new makes one), or let in everybody with --allow-anonymous."
         )
     return None
-
-
-def _links(settings: Settings) -> list[_Links]:
-    """Return the addresses of each model elsewhere; targets of one name are replicas.
-
-    Raises:
-        InvalidSettings: names that stand twice, a replica that does, or a draft for no target.
-    """
-    targets: dict[str | None, list[str]] = {}
-    for name, address in map(_named, settings.gateway.targets or _present(settings.target.address)):
-        targets.setdefault(name, []).append(address)
-    drafts = [_named(entry) for entry in settings.gateway.drafts or _present(settings.draft_address)]
-    _refuse_repeated((name or "" for name, _ in drafts), role="draft")
-    _refuse_repeated([""] * len(targets.get(None, ())), role="target")
-    for name, addresses in targets.items():
-        if len(set(addresses)) < len(addresses):
-            raise InvalidSettings(f"A target called {name} stands twice with the same address; name each replica once.")
-    by_name = dict(drafts)
-    if len(targets) > 1 and None in by_name:
-        raise InvalidSettings("Of several targets, a draft has to say whose it is: write --draft NAME=HOST:PORT.")
-    unknown = by_name.keys() - targets.keys() - {None}
-    if unknown and targets:
-        raise InvalidSettings(f"There is no target called {min(map(str, unknown))} for the draft of that name.")
-    return [
-        _Links(name, tuple(addresses), by_name.get(name) or by_name.get(None)) for name, addresses in targets.items()
-    ]
-
-
-def _present(address: str | None) -> tuple[str, ...]:
-    return () if address is None else (address,)
-
-
-def _named(entry: str) -> tuple[str | None, str]:
-    """Split [NAME=]HOST:PORT."""
-    name, _, address = entry.rpartition("=")
-    parse_address(address)
-    return name or None, address
-
-
-def _refuse_repeated(names: Iterable[str], role: str = "target") -> None:
-    """Refuse names that stand twice.
-
-    Raises:
-        InvalidSettings: such a name.
-    """
-    counts = Counter(names)
-    repeated = next((name for name, count in counts.items() if count > 1), None)
-    if repeated is not None:
-        called = f"called {repeated}" if repeated else "without a name"
-        raise InvalidSettings(
-            f"There is more than one {role} {called}: give each a name of its own, --{role} NAME=HOST:PORT"
-            + (", or replicas of one model the same." if role == "target" else "; the replicas of a target share one.")
-        )

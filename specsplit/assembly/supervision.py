@@ -13,7 +13,7 @@ from functools import partial
 
 from specsplit.core.defaults import WITHOUT_LINK_SETTINGS
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
-from specsplit.core.sections import WorkerSettings
+from specsplit.core.sections import DraftSettings, WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
@@ -84,5 +84,7 @@ def _options(settings: WorkerSettings, model: str) -> list[str]:
     of_model = ("dtype", "device", "threads", "context", "kv_memory")
     names = (*of_model, "sessions", "queue", "step_tokens", "prefill_chunk")
     given = {"model": model, **{name: getattr(settings, name) for name in names}}
+    if isinstance(settings, DraftSettings):
+        given["vocab"] = settings.vocab
     words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
     return [*(word for pair in words for word in pair), *WITHOUT_LINK_SETTINGS]

@@ -17,12 +17,12 @@ from specsplit.cli import render
 from specsplit.cli.chat_answers import Answers, ChatStats, EndpointAnswers, WorkerAnswers
 from specsplit.cli.chat_turn import PARAMETERS, Conversation, run_command, split_parameters
 from specsplit.cli.logs import set_up_logging
+from specsplit.core.defaults import ENV_API_KEY
 from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.settings import EffectiveSettings, load_settings
 from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Piece
 
-ENV_API_KEY = "SPECSPLIT_API_KEY"
 _NOT_SETTINGS = ("raw", "system", "endpoint", "config")
 _WORKER_OPTIONS = ("target", "draft", "target_model", "draft_model")
 ReadLine = Callable[[], Awaitable[str]]

@@ -7,9 +7,6 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-INTERRUPTED = 130
-"""The exit code."""
-
 
 class CtrlC:
     """Owns SIGINT and SIGTERM for the life of the loop: they cancel the work, never the closing of sessions."""

@@ -78,9 +78,10 @@ def _check_workers(effective: EffectiveSettings) -> list[Check]:
     """Check the workers elsewhere, and the packages, devices and models that run here."""
     settings = effective.settings
     is_linked = settings.is_remote or settings.draft_address is not None
-    # A draft's address alone asks for a check of that draft, not of the default target.
-    is_lone_draft = is_linked and not settings.is_remote and "target.model" not in effective.origins
-    loads = settings.has_local_model and not is_lone_draft
+    has_gateway = bool(settings.gateway.targets or settings.gateway.drafts)
+    # Addresses alone ask for a check of those workers, not of the default pair.
+    is_linked_only = (is_linked and not settings.is_remote) or (has_gateway and "draft.model" not in effective.origins)
+    loads = settings.has_local_model and ("target.model" in effective.origins or not is_linked_only)
     checks = [_package(name, is_needed=loads) for name in _WORKER_PACKAGES]
     here: dict[Role, Identity] = {}
     if loads:
@@ -90,6 +91,10 @@ def _check_workers(effective: EffectiveSettings) -> list[Check]:
         from specsplit.cli.doctor_services import check_services
 
         checks += check_services(settings, here)
+    if has_gateway:
+        from specsplit.cli.doctor_services import check_gateway_workers
+
+        checks += check_gateway_workers(settings)
     if settings.target.stages:
         from specsplit.cli.doctor_stages import check_stages
 

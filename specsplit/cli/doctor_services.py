@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 import specsplit
+from specsplit.assembly.worker_links import worker_links
 from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check, revision_checks
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError, WorkerUnreachable
@@ -33,7 +34,25 @@ def check_services(settings: Settings, here: Mapping[Role, Identity]) -> list[Ch
         addresses["target"] = settings.target.address
     if settings.draft_address is not None:
         addresses["draft"] = settings.draft_address
-    security = open_security(settings.orchestrator, "orchestrator")
+    return _checks_of(settings, addresses, here, open_security(settings.orchestrator, "orchestrator"))
+
+
+def check_gateway_workers(settings: Settings) -> list[Check]:
+    """Ping the workers that a gateway's settings name, over its links: replicas one by one, each with the draft."""
+    security = open_security(settings.gateway, "gateway")
+    checks: list[Check] = []
+    for link in worker_links(settings):
+        for target in link.targets:
+            addresses: dict[Role, str] = {"target": target}
+            if link.draft is not None:
+                addresses["draft"] = link.draft
+            checks += _checks_of(settings, addresses, {}, security)
+    return list(dict.fromkeys(checks))  # a draft of several replicas is told once
+
+
+def _checks_of(
+    settings: Settings, addresses: Mapping[Role, str], here: Mapping[Role, Identity], security: Security
+) -> list[Check]:
     answers = event_loop.run(_ping_all(addresses, security))
     checks: list[Check] = []
     for role, answer in answers.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -21,12 +23,16 @@ USUAL = frozenset(
 """Names of the parameters that `-h` shows."""
 
 
+_FILE_WIDTH = 160
+"""Columns of a help that is read by no terminal."""
+
+
 class Group(TyperGroup):
     """A group of commands, whose help shows no type behind flags."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
-        _leave_types_out(self.get_params(ctx))
+        _prepare(self.get_params(ctx))
         super().format_help(ctx, formatter)
 
 
@@ -35,7 +41,7 @@ class ShortCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
-        _leave_types_out(self.get_params(ctx))
+        _prepare(self.get_params(ctx))
         super().format_help(ctx, formatter)
 
 
@@ -52,8 +58,19 @@ class Command(ShortCommand):
         super().format_help(ctx, formatter)
 
 
-def _leave_types_out(params: Sequence[Any]) -> None:
-    """Show no type behind flags, which take no value; for typer it would be <bool>."""
+def _prepare(params: Sequence[Any]) -> None:
+    """Show whole names, and no type behind flags, which take no value; for typer it would be <bool>."""
+    from typer import rich_utils  # late, as rich takes a while and only a help needs it
+
+    class WholeNames(rich_utils.OptionHighlighter):
+        def __call__(self, text: Any) -> Any:
+            found = super().__call__(text)
+            found.overflow = "fold"  # a name that is wider than its column goes on in the next line
+            return found
+
+    rich_utils.highlighter = WholeNames()
+    if rich_utils.MAX_WIDTH is None and "COLUMNS" not in os.environ and not sys.stdout.isatty():
+        rich_utils.MAX_WIDTH = _FILE_WIDTH
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = " "

@@ -6,23 +6,21 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from specsplit.assembly.other_names import as_option
-from specsplit.assembly.other_values import refuse_other_values
 from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, plan, prompt_options, top, trace
 from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand
+from specsplit.cli.interruptible import interruptible
 from specsplit.cli.logs import is_debugging
 from specsplit.cli.other_programs import refuse_short_options_of_others
 from specsplit.cli.spared import spare, spare_compiler
 from specsplit.core import defaults
 from specsplit.core.errors import SpecSplitError
 
-INTERRUPTED = 130
 app = typer.Typer(
     name="specsplit",
     cls=Group,
@@ -110,7 +108,7 @@ def orchestrate(
     """Continue a prompt, or many, with models in this process or with workers elsewhere."""
     from specsplit.cli.orchestrate import run
 
-    raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
+    raise typer.Exit(interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
 @app.command(cls=Command, epilog=examples.SERVICE)
@@ -144,7 +142,7 @@ def draft(
     """Serve a draft, which proposes token trees, until SIGTERM or Ctrl-C."""
     from specsplit.cli.serve import run
 
-    raise typer.Exit(_interruptible(partial(run, "draft"), ctx))
+    raise typer.Exit(interruptible(partial(run, "draft"), ctx))
 
 
 @app.command(cls=Command, epilog=examples.SERVICE)
@@ -184,7 +182,7 @@ def target(
     """Serve a target, which verifies token trees, until SIGTERM or Ctrl-C; its layers are here or on stages."""
     from specsplit.cli.serve import run
 
-    raise typer.Exit(_interruptible(partial(run, "target"), ctx))
+    raise typer.Exit(interruptible(partial(run, "target"), ctx))
 
 
 @app.command(cls=Command, epilog=examples.GATEWAY)
@@ -206,6 +204,7 @@ def serve(
     draft_model: options.DraftModel = None,
     revision: options.Revision = None,
     draft_revision: options.DraftRevision = None,
+    draft_vocab: options.DraftVocab = None,
     dtype: options.DtypeOption = None,
     device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,
@@ -232,7 +231,7 @@ def serve(
     """Serve OpenAI's HTTP API over workers elsewhere, or over workers that it starts here and keeps running."""
     from specsplit.cli.gateway import run
 
-    raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
+    raise typer.Exit(interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
 @app.command(cls=ShortCommand)
@@ -244,18 +243,22 @@ def lmtp(
     log_prompts: options.LogPrompts = False,
     target_model: options.TargetModel = defaults.EMBEDDED,
     draft_model: options.DraftModel = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
     dtype: options.DtypeOption = None,
+    device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,
     context: options.Context = None,
     config: options.Config = None,
     target: options.Targets = None,
     draft: options.Drafts = None,
     mode: prompt_options.ModeOption = defaults.MODE,
+    trace_file: options.TraceFile = None,
 ) -> None:
     """Speak LMTP with one client over stdin and stdout, one frame a line, until stdin ends; see also serve --lmtp."""
     from specsplit.cli.lmtp import run
 
-    raise typer.Exit(_interruptible(partial(run, owns_process=ctx.obj is True), ctx))
+    raise typer.Exit(interruptible(partial(run, owns_process=ctx.obj is True), ctx))
 
 
 @app.command(cls=Command, epilog=examples.STAGE)
@@ -284,7 +287,7 @@ def stage(
     """Serve some layers of a target, until SIGTERM or Ctrl-C."""
     from specsplit.cli.stage import run
 
-    raise typer.Exit(_interruptible(run, ctx))
+    raise typer.Exit(interruptible(run, ctx))
 
 
 @app.command("stage-check", cls=Command, epilog=examples.STAGE_CHECK)
@@ -306,7 +309,7 @@ def stage_check(
     """Send a known packet down a chain of stages and compare every boundary with the model in one process."""
     from specsplit.cli.stage_check import run
 
-    raise typer.Exit(_interruptible(run, ctx))
+    raise typer.Exit(interruptible(run, ctx))
 
 
 for other in (chat, plan, top, trace, draft_vocab):
@@ -337,19 +340,7 @@ def doctor(
     """Check versions, settings, and the models here or the workers elsewhere; exit 0 if all is well."""
     from specsplit.cli.doctor import run
 
-    raise typer.Exit(_interruptible(run, ctx))
-
-
-def _interruptible(run: Callable[[Mapping[str, Any]], int], ctx: typer.Context) -> int:
-    """Run a command and return its exit code; Ctrl-C before there is any text ends here, with a word to the user."""
-    # typer would turn Ctrl-C into a silent exit.
-    try:
-        given = options.given(ctx)
-        refuse_other_values(given, as_option)
-        return run(given)
-    except KeyboardInterrupt:
-        typer.echo("Interrupted.", err=True)
-        return INTERRUPTED
+    raise typer.Exit(interruptible(run, ctx))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,11 +10,12 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from specsplit.assembly.worker_links import worker_links
 from specsplit.cli.render import visible
 from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.settings import Settings, load_settings
 from specsplit.engine import event_loop
-from specsplit.rpc.credentials import open_security
+from specsplit.rpc.credentials import open_security, says_how
 from specsplit.rpc.worker_statistics import StatisticsReader, StatisticsReading, StatisticsRole
 from specsplit.telemetry.statistics import StepCounts, TreeCounts
 
@@ -78,21 +79,23 @@ def run(
     given: Mapping[StatisticsRole, Sequence[str] | None],
     view: View,
     config: str | None = None,
-    links: Mapping[str, Any] | None = None,
+    chosen: Mapping[str, Any] | None = None,
 ) -> int:
     """Watch the workers at the addresses `given`, or at those of the settings; return the exit code.
 
-    `links` are the options of the command line about certificates.
+    `chosen` are the options of the command line about certificates.
 
     Raises:
         InvalidSettings: no address at all; InvalidRequest: a malformed one.
     """
     named: list[tuple[StatisticsRole, str]] = [(role, address) for role in ROLES for address in given[role] or ()]
-    settings = load_settings(links, config=config, as_options=True, purpose="check").settings
+    settings = load_settings(chosen, config=config, as_options=True, purpose="check").settings
     addresses = named or _configured(settings)
     if not addresses:
         raise InvalidSettings("There is nothing to watch: name workers with --target, --draft or --stage HOST:PORT.")
-    security = open_security(settings.orchestrator, "orchestrator")
+    # Counters are for every role, so a gateway's settings do for whoever looks from its pod.
+    links_of = settings.orchestrator if says_how(settings.orchestrator) else settings.gateway
+    security = open_security(links_of, None)
     readers = [StatisticsReader(role, address, security) for role, address in addresses]
     try:
         return event_loop.run(_watch(readers, view))
@@ -101,12 +104,15 @@ def run(
 
 
 def _configured(settings: Settings) -> list[tuple[StatisticsRole, str]]:
+    links = worker_links(settings)
     found: list[tuple[StatisticsRole, str | None]] = [
+        *(("target", address) for link in links for address in link.targets),
+        *(("draft", link.draft) for link in links),
         ("target", settings.target.address),
         ("draft", settings.draft.address),
         *(("stage", address) for address in settings.target.stages),
     ]
-    return [(role, address) for role, address in found if address is not None]
+    return list(dict.fromkeys((role, address) for role, address in found if address is not None))
 
 
 async def _watch(readers: Sequence[StatisticsReader], view: View) -> int:
@@ -119,7 +125,7 @@ async def _watch(readers: Sequence[StatisticsReader], view: View) -> int:
                 return 0
             async for rows in looks:
                 shown(rows)
-            return 2 if any(row.state == "unreachable" for row in rows) else 0
+            return 1 if any(row.state == "unreachable" for row in rows) else 0
     finally:
         await asyncio.gather(*(reader.aclose() for reader in readers))
 

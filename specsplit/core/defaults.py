@@ -22,6 +22,7 @@ ENV_CONFIG = "SPECSPLIT_CONFIG"
 """The variable that names the settings file if `--config` does not."""
 ENV_DEBUG = "SPECSPLIT_DEBUG"
 """The variable that shows the traceback of an error if it is set to anything but 0."""
+ENV_API_KEY = "SPECSPLIT_API_KEY"  # the variable with the key that `chat --endpoint` shows
 
 DEVICE: DeviceName = "cpu"
 ENDS: EndsAt = "stages"

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from specsplit.core.complaints import complaint
-from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
+from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_API_KEY, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.paths import expanded
 from specsplit.core.sections import (
@@ -31,7 +31,7 @@ from specsplit.core.sections import (
     addresses,
 )
 
-_OTHER_VARIABLES = (ENV_CONFIG, ENV_DEBUG)
+_OTHER_VARIABLES = (ENV_CONFIG, ENV_DEBUG, ENV_API_KEY)
 _FOREIGN_PREFIXES = ("SPECSPLIT_TEST_", "SPECSPLIT_BENCH_")
 """Prefixes of the variables that switch tests and benchmarks; they are no settings."""
 Purpose = Literal["generate", "gateway", "draft", "target", "stage", "check"]

@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 class Certificates:
     """The certificate of this process in its `role`, followed through rotations; used by several threads."""
 
-    def __init__(self, files: CertificateFiles, role: LinkRole) -> None:
-        """Read the files.
+    def __init__(self, files: CertificateFiles, role: LinkRole | None) -> None:
+        """Read the files; without a `role` it is the one that they prove.
 
         Raises:
             InvalidSettings: they cannot be used, or are of another role.
         """
         self.files = files
-        self.role: LinkRole = role
+        self.role = role
         self._lock = threading.Lock()
         self._stamp: object = _stamp(files)
         self._current = self._read()
@@ -101,11 +101,12 @@ class Certificates:
 
     def _read(self) -> Certificate:
         found = read_certificate(self.files)
-        if not found.proves(self.role):
+        role = self.role or (found.identity.role if found.identity else None) or "orchestrator"
+        if not found.proves(role):
             whose = f"one of a {found.identity.role}" if found.identity else "of no role"
             raise InvalidSettings(
-                f"The certificate {self.files.cert} is {whose}; a {self.role} needs the URI "
-                f"spiffe://specsplit/{self.role} and the name {server_name(self.role)} in it."
+                f"The certificate {self.files.cert} is {whose}; a {role} needs the URI "
+                f"spiffe://specsplit/{role} and the name {server_name(role)} in it."
             )
         return found
 
@@ -174,8 +175,8 @@ ON_LOOPBACK = Security()
 """Plaintext that does not leave this machine: for tests, for processes started here, and for whoever names nothing."""
 
 
-def open_security(settings: LinkSettings, role: LinkRole) -> Security:
-    """Return the security that the settings of `role` ask for.
+def open_security(settings: LinkSettings, role: LinkRole | None) -> Security:
+    """Return the security that the settings of `role` ask for; None takes the certificate of any role.
 
     Raises:
         InvalidSettings: the certificate is incomplete, wrong or of another role; or --insecure stands beside it.
@@ -189,6 +190,11 @@ def open_security(settings: LinkSettings, role: LinkRole) -> Security:
     if settings.insecure:
         raise InvalidSettings("--insecure is for links without certificates; leave it or the --tls options out.")
     return Security(Certificates(CertificateFiles(*paths), role))
+
+
+def says_how(settings: LinkSettings) -> bool:
+    """Return whether anything is said of how links are secured."""
+    return settings.insecure or any((settings.tls_cert, settings.tls_key, settings.tls_ca))
 
 
 def _stamp(files: CertificateFiles) -> object:

@@ -26,7 +26,7 @@ from specsplit.model.tokenizer import TransformersTokenizer
 from tests.support.gateways import GatewayProcess
 from tests.support.processes import LIMIT_S, environment, run
 
-OPTIONS = ("--dtype", "fp32", "--threads", "1", "--context", "512")
+OPTIONS = ("--dtype", "fp32", "--threads", "1", "--context", "512", "--draft-vocab", "3000")
 PROMPT = "\x1b[0m>"
 MESSAGES = ("Write a loop max_tokens=20 seed=5 temperature=0", "Now another one. max_tokens=16 seed=6 temperature=0.7")
 
@@ -69,6 +69,14 @@ def test_answers_follow_the_whole_conversation(tmp_path: Path, expected: list[st
     assert "2 answers | " in done.stderr
     assert "There is no command /nope" in done.stderr
     assert done.stderr.count("Error: ") == 2, "a wrong parameter ends no chat and leaves no message"
+
+
+def test_a_gateway_starts_its_draft_with_the_tokens_that_were_named(gateway: GatewayProcess):
+    assert gateway.ready["models"] == ["embedded"]
+    children = Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text(encoding="ascii")
+    commands = [Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").split("\0") for child in children.split()]
+    (draft,) = (words for words in commands if "draft" in words)
+    assert draft[draft.index("--vocab") + 1] == "3000"
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from specsplit.rpc.servicers import DraftService, TargetService
 from specsplit.rpc.worker_statistics import StatisticsReader, StatisticsReading, StatisticsRole
 from specsplit.target.engine import TargetEngine
 from specsplit.telemetry.statistics import TreeCounts
-from tests.support.fakes import FakeTarget
+from tests.support.certificates import Authority
+from tests.support.fakes import FakeDraft, FakeTarget
 from tests.support.processes import WorkerProcess
 from tests.support.rounds import plain_text, script
 from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at
@@ -112,8 +113,33 @@ async def test_an_older_release_is_told_from_another_role(capsys: Capture) -> No
         arguments = ["top", "--target", server.address, "--once", "--interval", "0.1"]
         assert await asyncio.to_thread(main, arguments) == 0
         assert "is of an older release, which tells no statistics." in capsys.readouterr().out
-        assert await asyncio.to_thread(main, ["top", "--draft", server.address, *arguments[3:]]) == 2
+        assert await asyncio.to_thread(main, ["top", "--draft", server.address, *arguments[3:]]) == 1
         assert "is no draft" in capsys.readouterr().out
+
+
+async def test_the_workers_of_a_gateways_settings_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    authority = Authority(tmp_path)
+    targets, drafts = (authority.role(role).security(role) for role in ("target", "draft"))
+    for name, path in zip(("CERT", "KEY", "CA"), authority.role("gateway").options()[1::2], strict=True):
+        monkeypatch.setenv(f"SPECSPLIT_GATEWAY_TLS_{name}", path)
+    async with (
+        serving(LOOPBACK, [TargetService(FakeTarget())], security=targets) as first,
+        serving(LOOPBACK, [TargetService(FakeTarget())], security=targets) as second,
+        serving(LOOPBACK, [DraftService(FakeDraft())], security=drafts) as draft,
+    ):
+        monkeypatch.setenv("SPECSPLIT_GATEWAY_TARGETS", f"m={first.address},m={second.address}")
+        monkeypatch.setenv("SPECSPLIT_GATEWAY_DRAFTS", f"m={draft.address}")
+        assert await asyncio.to_thread(main, ["top", "--once", "--interval", "0.1", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["workers"]
+        assert await asyncio.to_thread(main, ["doctor", "--json"]) == 0
+        checks = json.loads(capsys.readouterr().out)["checks"]
+    addresses = [("target", first.address), ("target", second.address), ("draft", draft.address)]
+    assert [(row["role"], row["address"]) for row in rows] == addresses
+    found = [(check["name"], check["detail"].partition(": ")[0]) for check in checks]
+    assert [each for each in addresses if each not in found] == []
+    assert not any(check["name"] == "cpu" for check in checks), "no model is loaded here"
 
 
 def test_top_shows_a_target_its_stage_and_a_draft(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +163,7 @@ def test_top_shows_a_target_its_stage_and_a_draft(tmp_path: Path, capfd: pytest.
     assert rows["stage"]["num_sessions"] == 1, "the warm slot's rows"
     assert len(text) > 0
     assert all(address in table for address in addresses[1::2])
-    assert main(["top", "--target", target.address, "--stage", stage.address, *once]) == 2
+    assert main(["top", "--target", target.address, "--stage", stage.address, *once]) == 1
     assert f"{target.address} cannot be reached" in capfd.readouterr().out
     close_all([stage])
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 import specsplit
 from specsplit.cli.main import main
+from specsplit.core.settings import load_settings
 
 Capture = pytest.CaptureFixture[str]
 
@@ -115,6 +117,17 @@ def test_help_shows_no_type_behind_a_flag(command: str, capsys: Capture):
     assert "bool" not in out
 
 
+@pytest.mark.parametrize("width", [None, 80])
+def test_help_shows_whole_names_of_options(width: int | None, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+    """A terminal of 80 columns has the longest in two lines; whatever else reads it has room for all."""
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", width)
+    monkeypatch.delenv("COLUMNS")
+    assert main(["serve", "--help-all"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert ("--caller-tokens-per-second" in out) == (width is None)
+
+
 def test_help_says_what_to_begin_with(capsys: Capture):
     assert main([]) == 0
     out = capsys.readouterr().out
@@ -148,6 +161,15 @@ def test_a_served_model_has_one_name(capsys: Capture):
     assert re.search(r'^served_name = "large" +# command line$', capsys.readouterr().out, flags=re.MULTILINE)
     assert main(["serve", "--target", "small=a:1", "--served-name", "large"]) == 2
     assert "leave --served-name out" in capsys.readouterr().err
+
+
+def test_printed_settings_of_serve_can_be_read_again(tmp_path: Path, capsys: Capture):
+    """A file of keys is no secret, and the draft that is started here may have a head of fewer tokens."""
+    keys, printed = tmp_path / "keys", tmp_path / "printed.toml"
+    assert main(["serve", "--api-key-file", str(keys), "--draft-vocab", "400", "--print-config"]) == 0
+    printed.write_text(capsys.readouterr().out, encoding="utf-8")
+    settings = load_settings(config=printed, purpose="gateway").settings
+    assert (settings.gateway.api_key_file, settings.draft.vocab) == (str(keys), "400")
 
 
 def test_the_model_that_serve_serves_may_stand_alone(capsys: Capture):

@@ -140,8 +140,8 @@ def test_ports_agree_from_the_listening_socket_to_the_service(
     assert service_port["targetPort"] == workload.container["ports"][0]["name"]
 
 
-@pytest.mark.parametrize("name", WORKERS)
-def test_prometheus_finds_the_metrics_of_a_worker(workloads: dict[str, Workload], name: str):
+@pytest.mark.parametrize("name", [*WORKERS, "gateway"])
+def test_prometheus_finds_the_metrics_of_a_service(workloads: dict[str, Workload], name: str):
     workload = workloads[name]
     assert workload.container["ports"][1]["name"] == "metrics"
     assert getattr(settings_of(workload, name), name).metrics == f"0.0.0.0:{workload.metrics_port}"

@@ -70,6 +70,7 @@ def test_only_the_gateway_and_the_job_reach_the_workers(objects: list[Object], w
     assert selected(policies["workers"]["podSelector"]) == set(WORKERS)
     rule, for_prometheus = policies["workers"]["ingress"]
     assert for_prometheus == {"from": [{"namespaceSelector": {}}], "ports": [{"port": "metrics"}]}
+    assert policies["gateway"]["ingress"][1] == for_prometheus
     assert selected(rule["from"][0]["podSelector"]) == {"gateway", "orchestrate"}
     assert selected(policies["gateway"]["podSelector"]) == {"gateway"}
     to_workers, names = policies["gateway"]["egress"]

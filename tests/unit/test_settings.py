@@ -53,6 +53,7 @@ def test_command_line_beats_environment_beats_file_beats_default(tmp_path: Path,
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SPECSPLIT_CONFIG", str(_config(tmp_path, "[target]\nthreads = 3\n")))
+    monkeypatch.setenv("SPECSPLIT_API_KEY", "the key of chat --endpoint")
     assert load_settings().settings.target.threads == 3
 
 
