@@ -46,8 +46,7 @@ class DraftTimes:
                 self._least_call_s = min(self._least_call_s, max(wall_s - device_s, 0.0))
                 self._call.observe(max(wall_s - device_s, 0.0))
             elif self._least_call_s < self._call.value:
-                # Nobody waits for a probe, and a draft that was left is asked for nothing else: what it waited for others
-                # is forgotten, so that it is tried again.
+                # A draft that was left has probes alone, for which nobody waits: forgotten, so that it is tried again.
                 self._call = RunningMedian(self._least_call_s)
 
 

@@ -174,9 +174,7 @@ class Speculator:
         now_s, waits = self._loop.time(), self.waits
         # The prompt's round comes before the first one that counts.
         has_nodes = bool(result.verdict.verified)
-        # Nothing is decided before a plain round was seen, and only a decided round says whose turn it is to count one.
-        is_counted = has_nodes or self.stats.counts_plain or not self.stats.times.has_seen_plain
-        if waits.round_ended_s is not None and self.stats.plans and is_counted:
+        if waits.round_ended_s is not None and self.stats.plans and (has_nodes or self.stats.counts_plain):
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
             overhead_s = now_s - waits.round_ended_s - result.verify_s - waits.waited_s
             self.stats.times.observe_round(
