@@ -86,8 +86,12 @@ class FreedRate:
         self._promised_s = 0.0
 
     def observe(self, now_s: float) -> None:
-        """Count a slot that became free."""
+        """Count a slot that became free while somebody waited for it."""
         self._freed_s.append(now_s)
+
+    def rest(self) -> None:
+        """Forget the pace, since slots are free: how fast they become so is up to who takes them."""
+        self._freed_s.clear()
 
     def forget_promises(self) -> None:
         """Let the next refused caller come back as if nobody had been refused before."""
@@ -101,7 +105,9 @@ class FreedRate:
         per_slot_s = _DEFAULT_RETRY_S
         if len(self._freed_s) > 1:
             per_slot_s = (now_s - self._freed_s[0]) / len(self._freed_s)
-        self._promised_s = min(max(now_s, self._promised_s) + per_slot_s, now_s + _MOST_RETRY_S)
+        self._promised_s = max(now_s, self._promised_s) + per_slot_s
+        if self._promised_s > now_s + _MOST_RETRY_S:  # those beyond it come one after the other, too, and not at once
+            self._promised_s = now_s + _MOST_RETRY_S / 2
         return max(MIN_RETRY_S, self._promised_s - now_s)
 
 
@@ -247,9 +253,11 @@ class AdmissionQueue:
 
     def _take_note(self) -> None:
         assert self._loop is not None, "slots that become free are told to a loop"
+        if not self._waiters:
+            self._rate.rest()
+            return
         self._rate.observe(self._loop.time())
-        if self._waiters:
-            self._waiters[0].has_news.set()
+        self._waiters[0].has_news.set()
 
 
 def _has_one_quota(one: Opening, other: Opening) -> bool:

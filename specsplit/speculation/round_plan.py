@@ -124,6 +124,7 @@ class RoundPlanner:
         if self._num_rounds == 1 and stats.times.sessions.begin_together:
             return _PLAIN
         if not stats.times.has_seen_plain:  # plans are compared with it; most targets measure it at their start
+            stats.counts_plain = True  # turns are taken by decided rounds, and there are none
             return _PLAIN
         decision = stats.last_decision(modes, self._limits, has_draft=has_draft)
         is_turn = self._num_rounds % DECIDE_EVERY == 1

@@ -28,7 +28,7 @@ class DraftTimes:
 
     def __init__(self, level: StepTimes, call_s: float = 0.0) -> None:
         self.level = level
-        self._call = RunningMedian(call_s)
+        self._call, self._least_call_s = RunningMedian(call_s), math.inf
 
     @property
     def call_s(self) -> float:
@@ -43,7 +43,11 @@ class DraftTimes:
         if num_levels > 0:
             self.level.observe(rows, device_s / num_levels)
             if wall_s is not None:
+                self._least_call_s = min(self._least_call_s, max(wall_s - device_s, 0.0))
                 self._call.observe(max(wall_s - device_s, 0.0))
+            elif self._least_call_s < self._call.value:
+                # A draft that was left has probes alone, for which nobody waits: forgotten, so that it is tried again.
+                self._call = RunningMedian(self._least_call_s)
 
 
 class DecodingSessions:
@@ -90,11 +94,11 @@ class StepSessions:
 class BesideTimes:
     """Seconds beside the forwards, of one session alone or of several that share its steps."""
 
-    __slots__ = ("_behind_tree", "_has_plain_gap", "_overhead", "_round_trip", "_session", "_tree")
+    __slots__ = ("_behind_tree", "_has_plain_gap", "_overhead", "_round_trip", "_session", "_tree", "_tree_gap")
 
     def __init__(self, round_trip_s: float = 0.0, overhead_s: float = 0.0) -> None:
         self._round_trip, self._overhead = RunningMedian(round_trip_s), RunningMedian(overhead_s)
-        self._has_plain_gap = False
+        self._has_plain_gap, self._tree_gap = False, RunningMedian(math.inf)
         self._tree, self._behind_tree, self._session = RunningMedian(0.0), RunningMedian(0.0), RunningMedian(0.0)
 
     def for_several(self) -> BesideTimes:
@@ -109,8 +113,11 @@ class BesideTimes:
 
     @property
     def gap_s(self) -> float:
-        """Seconds between two forwards in a round without a draft: the round trip and the orchestrator's own."""
-        return self._round_trip.value + self._overhead.value
+        """Seconds between two forwards in a round without a draft: the round trip and the orchestrator's own.
+
+        Rounds with nodes have no less of it, so one that was long once is not believed for ever where none is plain.
+        """
+        return min(self._round_trip.value + self._overhead.value, self._tree_gap.value)
 
     @property
     def session_s(self) -> float:
@@ -146,7 +153,9 @@ class BesideTimes:
         if course == "plain" or not self._has_plain_gap:
             self._round_trip.observe(max(way_s, 0.0))
             self._overhead.observe(overhead_s)
+            self._tree_gap = RunningMedian(math.inf)
         elif course == "tree":
+            self._tree_gap.observe(max(way_s, 0.0) + overhead_s)
             self._tree.observe(way_s + overhead_s - self.gap_s)
         else:
             self._behind_tree.observe(way_s + overhead_s - self.gap_s)
@@ -187,7 +196,7 @@ class WorkerTimes:
     @property
     def draft(self) -> DraftTimes | None:
         """The draft's times while about as many share the target's steps; None while nothing is known."""
-        if self.sessions.value == 1:
+        if self.sessions.load == 1:
             return self._draft_alone
         if self._draft_shared is None and self._draft_alone is not None:
             self._draft_shared = DraftTimes(StepTimes(self._draft_alone.level.grid), self._draft_alone.call_s)
@@ -301,7 +310,8 @@ class WorkerTimes:
 
     def _beside(self, num_sessions: int) -> BesideTimes:
         """Return what steps of so many sessions have beside their rows; several begin with what one alone has shown."""
-        if num_sessions == 1:
+        # Several whose rounds meet in no step wait for each other all the same.
+        if num_sessions == 1 and self.sessions.load == 1:
             return self._alone
         if self._shared is None:
             self._shared = self._alone.for_several()

@@ -259,6 +259,23 @@ def test_refused_callers_come_back_as_fast_as_slots_become_free() -> None:
     assert rate.retry_after_s(104.5) == pytest.approx(0.5)
     assert rate.retry_after_s(104.5 + 60) == pytest.approx(0.5), "what was long ago says nothing"
     assert max(rate.retry_after_s(200) for _ in range(1000)) == pytest.approx(30)
+    beyond = [rate.retry_after_s(200) for _ in range(1000)]
+    assert min(beyond[60:]) == pytest.approx(15, abs=1), "nor do all who come late come at one moment"
+    assert len({round(each, 1) for each in beyond[60:]}) > 20
+
+
+async def test_slots_that_nobody_waits_for_say_nothing_of_the_pace() -> None:
+    """A light load frees a slot whenever a request comes; a burst behind it has not to wait for that."""
+
+    async def take() -> bool:
+        return True
+
+    queue = AdmissionQueue(1)
+    for _ in range(4):
+        await queue.wait(Opening("light"), take)
+        queue.slot_freed()
+        await asyncio.sleep(0.001)
+    assert queue.overloaded("Try again.").retry_after_s == pytest.approx(0.5)
 
 
 def test_an_orchestrator_comes_back_when_it_was_told_to() -> None:

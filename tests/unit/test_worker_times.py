@@ -112,3 +112,39 @@ def test_a_tree_is_believed_to_cost_a_plain_forward_at_most(times: WorkerTimes):
         )
     assert times.verify is not None
     assert times.tree_s == times.verify.seconds(1)
+
+
+def test_what_two_waited_for_in_turn_is_not_expected_of_one(times: WorkerTimes, here: DecodingSessions):
+    """Their rounds meet in no step, since one drafts while the other verifies; each waits for the other."""
+    alone = Timings(num_forwards=1, num_tokens=4, batch_size=1, step_rows=4, device_ms=10.0)
+    before = times.gap_s, times.tree_s, times.draft.call_s if times.draft else None
+    here.count = 2
+    for _ in range(2 * MEDIAN_WINDOW):
+        times.observe_round(alone, 0.06, 0.01, "tree", is_concurrent=False)
+        times.observe_round(replace(alone, num_tokens=1, step_rows=1), 0.05, 0.01, "plain", is_concurrent=False)
+        times.observe_propose(Timings(num_forwards=2, num_tokens=4, device_ms=2.0), 0.05)
+    assert times.sessions.value == 1
+    assert times.gap_s > 0.02
+    here.count = 1
+    assert (times.gap_s, times.tree_s, times.draft.call_s if times.draft else None) == before
+
+
+def test_a_draft_that_was_left_for_its_calls_is_tried_again(times: WorkerTimes):
+    """A busy minute had calls wait, and of a draft that is not in use nothing is seen but probes."""
+    tree = Timings(num_forwards=2, num_tokens=4, device_ms=2.0)
+    for wall_s in (0.003, *[0.1] * MEDIAN_WINDOW):
+        times.observe_propose(tree, wall_s)
+    assert times.draft is not None
+    assert times.draft.call_s == pytest.approx(0.098)
+    times.observe_propose(tree, None)
+    assert times.draft.call_s == pytest.approx(0.001)
+
+
+def test_one_long_plain_round_is_not_believed_where_none_follows(times: WorkerTimes):
+    plain = Timings(num_forwards=1, num_tokens=1, batch_size=1, step_rows=1, device_ms=10.0)
+    times.observe_round(plain, 0.5, 0.0, "plain", is_concurrent=False)
+    assert times.gap_s == pytest.approx(0.49)
+    for _ in range(MEDIAN_WINDOW):
+        times.observe_round(replace(plain, num_tokens=4, step_rows=4), 0.016, 0.001, "tree", is_concurrent=False)
+    assert times.gap_s < 0.01
+    assert times.tree_s < 0.01
