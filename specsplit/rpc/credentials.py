@@ -101,7 +101,8 @@ class Certificates:
 
     def _read(self) -> Certificate:
         found = read_certificate(self.files)
-        role = self.role or (found.identity.role if found.identity else None) or "orchestrator"
+        proved = found.identity.role if found.identity else None
+        role: LinkRole = self.role or proved or "orchestrator"
         if not found.proves(role):
             whose = f"one of a {found.identity.role}" if found.identity else "of no role"
             raise InvalidSettings(
