@@ -40,7 +40,7 @@ class Certificates:
             InvalidSettings: they cannot be used, or are of another role.
         """
         self.files = files
-        self.role = role
+        self.role: LinkRole | None = role
         self._lock = threading.Lock()
         self._stamp: object = _stamp(files)
         self._current = self._read()
