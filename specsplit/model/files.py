@@ -39,6 +39,16 @@ def load_config(path: str, name: str) -> Any:
         return AutoConfig.from_pretrained(model, trust_remote_code=False, **revision)
 
 
+def stored_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype of the checkpoint by its config, None if that says none.
+
+    A multimodal config may have it at its top level only (Gemma 3). If the text config has one too, that counts, as it
+    does when stages are planned.
+    """
+    found: torch.dtype | None = config.get_text_config().dtype
+    return config.dtype if found is None else found
+
+
 def load_weights(
     path: str,
     name: str,
