@@ -212,7 +212,9 @@ def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
     except (OSError, ValueError) as error:
         if (Path(path) / "generation_config.json").is_file():
             raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({one_line(error)}).") from error
-        ids = getattr(config.get_text_config(), "eos_token_id", None)
+        # The outer value of a multimodal config counts, as it does for transformers: Gemma 3 has <end_of_turn> there.
+        ids = getattr(config, "eos_token_id", None)
+        ids = getattr(config.get_text_config(), "eos_token_id", None) if ids is None else ids
     listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token_id, int) for token_id in listed):
         raise ModelDamaged(f"The generation_config.json of {name} has an eos_token_id that is no token id ({ids}).")

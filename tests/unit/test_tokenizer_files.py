@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, GenerationConfig
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import TokenizerFiles
 from specsplit.model import identity, tokenizer_cache
+from specsplit.model.files import load_tokenizer
 from specsplit.model.identity import files_hash, read_tokenizer_files, weights_hash
 from specsplit.model.loader import load_model
 from specsplit.model.sent_tokenizer import tokenizer_from_files
@@ -134,6 +136,16 @@ async def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     saved = save_model(tmp_path / "bare", FAMILIES["llama"](), seed=1, with_tokenizer=False)
     with pytest.raises(ModelDamaged, match=r"has no tokenizer files; add its tokenizer\.json"):
         await files_of(str(saved))
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({"eos_token_id": [1, 106]}, (1, 106)), ({}, (7,))])
+def test_the_ends_of_a_multimodal_config_are_those_of_transformers(
+    changes: dict[str, list[int]], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    config = Gemma3Config(text_config={"eos_token_id": 7}, **changes)
+    assert load_tokenizer(str(tmp_path), "it", config) == (None, expected)
+    ends = GenerationConfig.from_model_config(config).eos_token_id
+    assert expected == (tuple(ends) if isinstance(ends, list) else (ends,))
 
 
 def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
