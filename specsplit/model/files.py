@@ -190,7 +190,9 @@ def load_tokenizer(path: str, name: str, config: Any) -> tuple[TransformersToken
         return None, eos_ids
     with translated(path, name, part="tokenizer"):
         model, revision = hub_arguments(path)
-        loaded = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **revision)
+        # Else transformers prefers mistral-common, if that is installed, to a tokenizer.json, and lacks half of what
+        # we read from a tokenizer then.
+        loaded = AutoTokenizer.from_pretrained(model, trust_remote_code=False, mistral_format=False, **revision)
         tokenizer = TransformersTokenizer(loaded, eos_ids)
     return tokenizer, tokenizer.eos_ids
 
