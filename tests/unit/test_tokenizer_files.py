@@ -140,19 +140,15 @@ async def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
         await files_of(str(saved))
 
 
-@pytest.mark.parametrize(("changes", "expected"), [({"eos_token_id": [1, 106]}, (1, 106)), ({}, (7,))])
-def test_the_ends_of_a_multimodal_config_are_those_of_transformers(
-    changes: dict[str, list[int]], expected: tuple[int, ...], tmp_path: Path
-) -> None:
-    config = Gemma3Config(text_config={"eos_token_id": 7}, **changes)
-    assert load_tokenizer(str(tmp_path), "it", config) == (None, expected)
-    ends = GenerationConfig.from_model_config(config).eos_token_id
-    assert expected == (tuple(ends) if isinstance(ends, list) else (ends,))
+@pytest.mark.parametrize("outer", [{"eos_token_id": [1, 106]}, {}])
+def test_the_ends_of_a_multimodal_config_are_those_of_transformers(outer: dict[str, list[int]], tmp_path: Path) -> None:
+    config = Gemma3Config(text_config={"eos_token_id": [7]}, **outer)
+    ends = outer.get("eos_token_id", [7])
+    assert GenerationConfig.from_model_config(config).eos_token_id == ends
+    assert load_tokenizer(str(tmp_path), "it", config) == (None, tuple(ends))
 
 
-def test_a_tokenizer_json_counts_where_mistral_common_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_json_counts_beside_mistral_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What transformers itself finds of the package, at import and for each folder.
     monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
     monkeypatch.setattr(mistral, "is_mistral_common_available", lambda: True)
