@@ -39,6 +39,16 @@ def load_config(path: str, name: str) -> Any:
         return AutoConfig.from_pretrained(model, trust_remote_code=False, **revision)
 
 
+def stored_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype of the checkpoint by its config, None if that says none.
+
+    A multimodal config may have it at its top level only (Gemma 3). If the text config has one too, that counts, as it
+    does when stages are planned.
+    """
+    found: torch.dtype | None = config.get_text_config().dtype
+    return config.dtype if found is None else found
+
+
 def load_weights(
     path: str,
     name: str,
@@ -180,7 +190,9 @@ def load_tokenizer(path: str, name: str, config: Any) -> tuple[TransformersToken
         return None, eos_ids
     with translated(path, name, part="tokenizer"):
         model, revision = hub_arguments(path)
-        loaded = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **revision)
+        # Else transformers prefers mistral-common, if that is installed, to a tokenizer.json, and lacks half of what
+        # we read from a tokenizer then.
+        loaded = AutoTokenizer.from_pretrained(model, trust_remote_code=False, mistral_format=False, **revision)
         tokenizer = TransformersTokenizer(loaded, eos_ids)
     return tokenizer, tokenizer.eos_ids
 
@@ -202,7 +214,9 @@ def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
     except (OSError, ValueError) as error:
         if (Path(path) / "generation_config.json").is_file():
             raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({one_line(error)}).") from error
-        ids = getattr(config.get_text_config(), "eos_token_id", None)
+        # The outer value of a multimodal config counts, as it does for transformers: Gemma 3 has <end_of_turn> there.
+        ids = getattr(config, "eos_token_id", None)
+        ids = getattr(config.get_text_config(), "eos_token_id", None) if ids is None else ids
     listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token_id, int) for token_id in listed):
         raise ModelDamaged(f"The generation_config.json of {name} has an eos_token_id that is no token id ({ids}).")

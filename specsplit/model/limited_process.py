@@ -31,6 +31,15 @@ MAX_ANSWER_BYTES = 64 << 20
 _EXIT_S = 1.0
 """Time from the end of its connection to that of the process."""
 _MAX_REASON = 200
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    # transformers imports numpy, whose OpenBLAS reserves some 40 MB of address space for each thread that it may use:
+    # with one for each of fifty processors the process would be over its limit before it does anything.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 CALL_HEAD = struct.Struct(">Id")
 """The length of a call in bytes and its limit in seconds, in front of it."""
 HEAD = struct.Struct(">I")
@@ -134,14 +143,13 @@ class _Running:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "specsplit.model.tokenizer_process"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # panics of the tokenizers library go there, and our sentence says it better
-                env=environment,
+                env={**os.environ, **_ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C is ours to hear
             )
         except OSError as error:

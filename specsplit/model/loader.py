@@ -19,7 +19,7 @@ from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import Comparisons, comparisons_of
 from specsplit.model.draft_vocab import kept_ids, trim_head
-from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, tokenizer_files
+from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
 from specsplit.model.identity import weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
@@ -296,10 +296,10 @@ def as_dtype(
     if dtype is None and device.type != "cpu":
         return "auto"
     if dtype is None or form is not None:
-        text_config = config.get_text_config()
-        if role == "draft" and getattr(text_config, "hidden_size", math.inf) <= FP32_DRAFT_WIDTH:
+        width = getattr(config.get_text_config(), "hidden_size", math.inf)
+        if role == "draft" and width <= FP32_DRAFT_WIDTH:
             return torch.float32
-        stored = text_config.dtype
+        stored = stored_dtype(config)
         return stored if stored in DTYPES.values() and processor.computes(stored) else torch.float32
     if dtype not in DTYPES:
         known = ", ".join((*DTYPES, *WEIGHT_FORMATS))

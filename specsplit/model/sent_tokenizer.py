@@ -95,7 +95,9 @@ def tokenizer_from_files(files: TokenizerFiles, folder: Path, limit_s: float = T
         # Read within limits first: what cannot be read there is not tried here.
         if (folder / "tokenizer.json").is_file():
             process.call({"call": "check", "file": str(folder / "tokenizer.json")}, TOKENIZER_LOAD_S)
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True, mistral_format=False
+        )
         return SentTokenizer(tokenizer, files.eos_ids, process)
     except BaseException as error:
         process.close()

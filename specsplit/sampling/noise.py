@@ -107,7 +107,8 @@ class NoiseRows:
         window = max(_WINDOW_ROWS, 2 * self._block)
         keep_from = max(self._first, min(first_position, self._end - window // 2))
         kept = self._buffer[keep_from - self._first : self._end - self._first]
-        capacity = max(window, new_end - keep_from)
+        # No plan of a GPU's memory counts these rows, and a new buffer costs a GPU little: none is spare there.
+        capacity = max(window if self._device.type == "cpu" else 0, new_end - keep_from)
         self._buffer = torch.empty((capacity, self._vocab_size), dtype=torch.float64, device=self._device)
         self._buffer[: len(kept)] = kept
         self._first = keep_from

@@ -161,13 +161,13 @@ def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> Loaded
 
 def _default_dtype(settings: TargetSettings) -> str:
     """Return the number format of stages without --dtype: what a worker would choose on this machine."""
-    from specsplit.model.files import load_config
+    from specsplit.model.files import load_config, stored_dtype
     from specsplit.model.loader import DTYPES, as_device, as_dtype
     from specsplit.model.source import resolve
 
     config = load_config(*resolve(settings.model, "target"))
     chosen = as_dtype(None, as_device(settings.device), config)
-    stored = config.get_text_config().dtype if chosen == "auto" else chosen
+    stored = stored_dtype(config) if chosen == "auto" else chosen
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import pytest
+import torch
 
+from specsplit.model.loading import loading
 from specsplit.model.meanwhile import Meanwhile, without_collections
 
 
@@ -51,3 +54,18 @@ def test_the_collector_rests_in_a_block_and_stays_off_if_it_was() -> None:
         assert not gc.isenabled()
         raise ValueError
     assert gc.isenabled()
+
+
+def test_a_load_frees_the_model_before_it_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    with without_collections():
+        module = torch.nn.Linear(1, 1)
+        module.register_forward_hook(module.forward)  # a reference cycle, as those of a loaded model
+        dropped = weakref.ref(module)
+        del module
+        with loading(torch.device("cpu")):  # a command that loads its models has switched collections off
+            assert dropped() is not None
+    with loading(torch.device("cuda")):
+        assert dropped() is None
+    assert emptied == [True]

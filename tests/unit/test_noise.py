@@ -168,6 +168,15 @@ def test_cache_memory_stays_bounded() -> None:
     assert rows.untyped_storage().nbytes() <= 64 * 4096 * 8
 
 
+def test_a_gpu_holds_no_rows_ahead_of_use() -> None:
+    """A row of a large vocabulary is more than a megabyte, in each session, and no plan of the memory counts it."""
+    cache = NoiseRows(8, 0, 151_936, "meta")  # a device that is no CPU, and has no memory
+    assert cache.rows(100, 1).untyped_storage().nbytes() == 151_936 * 8
+    for position in range(101, 200):
+        rows = cache.rows(position, 3)
+    assert rows.untyped_storage().nbytes() <= 20 * 151_936 * 8
+
+
 def test_nodes_of_one_depth_share_their_row() -> None:
     cache = NoiseRows(4, 0, 300)
     truth = gumbel_rows(4, 0, 20, 4, 300)

@@ -8,9 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3Config, LlamaConfig
 
 from specsplit.model import loader, processor
+from tests.support.known_configs import GEMMA_3_4B
 
 X86 = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -107,6 +108,15 @@ def test_the_default_dtype_is_the_checkpoints_if_it_is_computed_here(
         assert loader.as_dtype(None, cpu, LlamaConfig(dtype=stored)) == expected
     assert loader.as_dtype("bf16", cpu, LlamaConfig(dtype=torch.float32)) == torch.bfloat16
     assert loader.as_dtype(None, torch.device("cuda"), LlamaConfig(dtype=torch.bfloat16)) == "auto"
+
+
+def test_the_dtype_of_a_whole_config_is_that_of_its_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "computes", lambda dtype: True)
+    config, cpu = Gemma3Config.from_dict(GEMMA_3_4B), torch.device("cpu")
+    assert config.get_text_config().dtype is None, "a wrapper that says it once"
+    assert loader.as_dtype(None, cpu, config) == torch.bfloat16
+    config.get_text_config().dtype = torch.float16
+    assert loader.as_dtype(None, cpu, config) == torch.float16
 
 
 @pytest.mark.parametrize(("width", "expected"), [(512, torch.float32), (576, torch.bfloat16)])

@@ -172,6 +172,18 @@ def test_a_process_that_somebody_killed_is_started_again() -> None:
     assert _children() == before
 
 
+def test_the_process_has_one_thread_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread of numpy's would take address space, and a machine of many processors would be over the limit."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "64")
+    process, before = LimitedProcess(), _children()
+    hello = {"call": "render", "messages": HI, "template": {"chat_template": "{{ messages[0].content }}"}}
+    assert process.call(hello) == "hi"
+    (started,) = _children() - before
+    assert len(list(Path(f"/proc/{started}/task").iterdir())) == 1
+    process.close()
+
+
 def test_waiting_for_a_processor_is_no_fault_of_the_text() -> None:
     """Everything else on the machine may take the processor while the call has not used up its own time."""
     program = (

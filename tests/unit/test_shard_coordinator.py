@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Gemma3Config
 
 from specsplit.core.errors import InvalidRequest, ModelNotFound
+from specsplit.core.sections import TargetSettings
 from specsplit.model.loader import load_model
+from specsplit.stages.loading import load_coordinator
 from specsplit.stages.shard.chain_model import load_chain_model
 from tests.support.chains import Shards, opened
-from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.known_configs import GEMMA_3_4B
+from tests.support.model_zoo import FAMILIES, byte_tokenizer, save_model
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +40,15 @@ def test_what_cannot_be_loaded_is_refused(folder: Path) -> None:
             load_chain_model(str(folder), **changes)  # type: ignore[arg-type]
     with pytest.raises(ModelNotFound):
         load_chain_model(str(folder / "nowhere"))
+
+
+def test_stages_on_gpus_have_the_dtype_of_a_config_around_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    Gemma3Config.from_dict(GEMMA_3_4B).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    settings = TargetSettings(model=str(tmp_path), stages=("127.0.0.1:1",), device="cuda")
+    assert load_coordinator(settings).model.dtype == torch.bfloat16

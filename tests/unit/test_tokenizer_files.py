@@ -14,18 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, GenerationConfig
+from transformers.integrations.mistral import tokenizer as mistral
+from transformers.models.auto import tokenization_auto
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ResourceError
 from specsplit.core.ports import ChatMessage
 from specsplit.core.types import TokenizerFiles
 from specsplit.model import identity, tokenizer_cache
+from specsplit.model.files import load_tokenizer
 from specsplit.model.identity import files_hash, read_tokenizer_files, weights_hash
 from specsplit.model.loader import load_model
 from specsplit.model.sent_tokenizer import tokenizer_from_files
 from specsplit.model.source import model_folder
 from specsplit.model.tokenizer_cache import held_tokenizer_hash
 from specsplit.target.engine import TargetEngine
-from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.model_zoo import FAMILIES, byte_tokenizer, save_model
 
 TEXT = "Hello, wörld 🙂\n<|endoftext|> x"
 HI: list[ChatMessage] = [{"role": "user", "content": "hi"}]
@@ -134,6 +138,31 @@ async def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     saved = save_model(tmp_path / "bare", FAMILIES["llama"](), seed=1, with_tokenizer=False)
     with pytest.raises(ModelDamaged, match=r"has no tokenizer files; add its tokenizer\.json"):
         await files_of(str(saved))
+
+
+@pytest.mark.parametrize("outer", [{"eos_token_id": [1, 106]}, {}])
+def test_the_ends_of_a_multimodal_config_are_those_of_transformers(outer: dict[str, list[int]], tmp_path: Path) -> None:
+    config = Gemma3Config(text_config={"eos_token_id": [7]}, **outer)
+    ends = outer.get("eos_token_id", [7])
+    assert GenerationConfig.from_model_config(config).eos_token_id == ends
+    assert load_tokenizer(str(tmp_path), "it", config) == (None, tuple(ends))
+
+
+def test_a_tokenizer_json_counts_beside_mistral_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What transformers itself finds of the package, at import and for each folder.
+    monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
+    monkeypatch.setattr(mistral, "is_mistral_common_available", lambda: True)
+    config, expected = FAMILIES["mistral"](), byte_tokenizer()
+    for part in (config, expected):
+        part.save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    read, _ = load_tokenizer(str(tmp_path), "it", config)
+    assert read is not None
+    assert read.encode(TEXT) == expected.encode(TEXT)
+    files = read_tokenizer_files(tmp_path, "it")
+    sent = tokenizer_from_files(TokenizerFiles(files_hash(files), (), files), tmp_path / "sent")
+    assert sent.encode(TEXT) == expected.encode(TEXT)
+    sent.close()
 
 
 def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
