@@ -300,7 +300,7 @@ def as_dtype(
         if role == "draft" and width <= FP32_DRAFT_WIDTH:
             return torch.float32
         stored = stored_dtype(config)
-        return stored if stored in DTYPES.values() and processor.computes(stored) else torch.float32
+        return stored if stored and stored in DTYPES.values() and processor.computes(stored) else torch.float32
     if dtype not in DTYPES:
         known = ", ".join((*DTYPES, *WEIGHT_FORMATS))
         raise InvalidRequest(f"dtype must be one of {known}, not {dtype}.", param="dtype")
