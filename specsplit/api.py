@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self, Unpack, cast, overload
@@ -26,6 +25,7 @@ from specsplit.assembly.arguments import (
     config_path,
     plain_settings,
 )
+from specsplit.assembly.chunk_stream import ChunkStream, Deliver, raise_failure
 from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
@@ -36,7 +36,6 @@ from specsplit.core.settings import OrchestratorSettings, Settings, load_setting
 from specsplit.orchestrator.request import Chunk, Result
 
 __all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
-_Deliver = Callable[[Chunk | FinishedTask], None]
 
 
 class Pipeline:
@@ -104,10 +103,14 @@ class Pipeline:
         """
         if are_several(prompt):
             return self._generate_all(prompt, [self._settings_for(each, options) for each in prompt])
-        return _last_result(list(self.stream(cast("Prompt", prompt), **options)))
+        with contextlib.closing(self.stream(cast("Prompt", prompt), **options)) as chunks:
+            return _last_result(list(chunks))
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generator[Chunk, None, None]:
-        """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request."""
+        """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request.
+
+        Closing waits until the request has freed its slot; a generator that is dropped frees it a moment later.
+        """
         return self._stream(prompt, self._settings_for(prompt, options))
 
     @overload
@@ -164,37 +167,17 @@ class Pipeline:
 
     def _generate_all(self, prompts: Prompts, settings: Sequence[OrchestratorSettings]) -> list[Result]:
         with contextlib.ExitStack() as running:
-            # All begin before the first one is waited for.
             answers = [
-                running.enter_context(self._running(prompt, each))
+                running.enter_context(contextlib.closing(self._stream(prompt, each)))
                 for prompt, each in zip(prompts, settings, strict=True)
             ]
+            # All begin before the first one is waited for.
+            for answer in answers:
+                answer.begin()
             return _results_of([_result_or_error(answer) for answer in answers])
 
-    def _stream(self, prompt: Prompt, settings: OrchestratorSettings) -> Generator[Chunk, None, None]:
-        with self._running(prompt, settings) as chunks:
-            yield from chunks
-
-    @contextlib.contextmanager
-    def _running(self, prompt: Prompt, settings: OrchestratorSettings) -> Generator[Iterator[Chunk]]:
-        """Run a request for the length of the block; the chunks end with its error if it fails."""
-        inbox: queue.SimpleQueue[Chunk | FinishedTask] = queue.SimpleQueue()
-        item: Chunk | FinishedTask | None = None
-
-        def chunks() -> Iterator[Chunk]:
-            nonlocal item
-            while isinstance(item := inbox.get(), Chunk):
-                yield item
-            _raise_failure(item)
-
-        running = self._start(prompt, settings, inbox.put)
-        try:
-            yield chunks()
-        finally:
-            running.cancel()
-            # The request has freed its slots only when its task has ended, so the next one may count on them.
-            while not isinstance(item, asyncio.Task):
-                item = inbox.get()
+    def _stream(self, prompt: Prompt, settings: OrchestratorSettings) -> ChunkStream:
+        return ChunkStream(partial(self._start, prompt, settings))
 
     async def _astream(self, prompt: Prompt, settings: OrchestratorSettings) -> AsyncGenerator[Chunk, None]:
         inbox: asyncio.Queue[Chunk | FinishedTask] = asyncio.Queue()
@@ -210,13 +193,13 @@ class Pipeline:
         try:
             while isinstance(item := await inbox.get(), Chunk):
                 yield item
-            _raise_failure(item)
+            raise_failure(item)
         finally:
             running.cancel()
             while not isinstance(item, asyncio.Task):
                 item = await inbox.get()
 
-    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> CancellableTask:
+    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> CancellableTask:
         with self._gate:
             self._refuse_if_closed()
             return self._thread.begin(partial(self._run, prompt, settings, deliver), deliver)
@@ -225,7 +208,7 @@ class Pipeline:
         if self._is_closed:
             raise InvalidRequest("This pipeline is closed; make a new one.")
 
-    async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> None:
+    async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> None:
         request = make_request(self._workers.tokenizer, prompt, settings)
         async with contextlib.aclosing(self._workers.stream(request, settings)) as chunks:
             async for chunk in chunks:
@@ -234,13 +217,6 @@ class Pipeline:
     async def _end_all(self) -> None:
         await self._thread.cancel_tasks()
         await self._scope.__aexit__(None, None, None)
-
-
-def _raise_failure(task: FinishedTask) -> None:
-    """Raise the error that ended a request early, if there is one."""
-    if task.cancelled():
-        raise InvalidRequest("The pipeline was closed before this request came to its end.")
-    task.result()
 
 
 async def _collect(chunks: AsyncGenerator[Chunk, None]) -> Result:

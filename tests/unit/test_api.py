@@ -1,0 +1,97 @@
+"""A Pipeline over fake workers: what it does on its own thread, and how it ends whoever lets it go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from specsplit import api
+from specsplit.api import Pipeline
+from specsplit.assembly.workers import Workers
+from specsplit.core.settings import Settings, load_settings
+from specsplit.core.types import Proposal, Turn, Verdict
+from tests.support.fakes import FakeTarget, FakeTokenizer
+
+PATIENCE_S = 60.0
+"""How long a broken test may hang; a sound one never waits for it."""
+
+
+@contextmanager
+def opened(
+    monkeypatch: pytest.MonkeyPatch, target: FakeTarget, tokenizer: FakeTokenizer | None = None
+) -> Generator[Pipeline]:
+    @asynccontextmanager
+    async def workers(settings: Settings, models: None) -> AsyncGenerator[Workers]:
+        yield Workers(target, None, tokenizer or FakeTokenizer())
+
+    monkeypatch.setattr(api, "open_workers", workers)
+    given = {"target": "127.0.0.1:1", "mode": "plain", "max_new_tokens": 2, "ignore_eos": True}
+    with Pipeline.from_settings(load_settings(given).settings) as pipeline:
+        yield pipeline
+
+
+class CollectingTarget(FakeTarget):
+    """The collector runs in its forwards, as it may wherever objects are made; the second one has no end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_endless = threading.Event()
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        gc.collect()
+        if self.num_calls == 1:
+            self.num_calls += 1
+            self.is_endless.set()
+            await asyncio.Event().wait()
+        return await super().verify(turn, proposal)
+
+
+class Reader:
+    """An object with a stream and a callback of its own, so that only the collector frees it."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.stream = pipeline.stream("ab")
+        self.on_token = self.read
+
+    def read(self) -> None:
+        next(self.stream)
+
+
+@pytest.fixture
+def no_collector() -> Generator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_dropped_stream_collected_on_the_pipelines_thread_ends(monkeypatch: pytest.MonkeyPatch):
+    target, texts = CollectingTarget(), list[str]()
+    with opened(monkeypatch, target) as pipeline:
+        Reader(pipeline).read()
+        asking = threading.Thread(target=lambda: texts.append(pipeline.generate("cd").text), daemon=True)
+        asking.start()
+        asking.join(PATIENCE_S)
+        assert len(texts) == 1
+        pipeline.close()
+    assert not target.slots
+
+
+def test_a_stream_closed_on_another_thread_ends_for_its_reader(monkeypatch: pytest.MonkeyPatch):
+    target, numbers = CollectingTarget(), list[int]()
+    with opened(monkeypatch, target) as pipeline:
+        stream = pipeline.stream("ab")
+        next(stream)
+        reading = threading.Thread(target=lambda: numbers.append(len(list(stream))), daemon=True)
+        reading.start()
+        assert target.is_endless.wait(PATIENCE_S)
+        stream.close()
+        reading.join(PATIENCE_S)
+        assert numbers == [0]
+        assert not target.slots
+        assert list(stream) == []
