@@ -25,7 +25,7 @@ from specsplit.assembly.arguments import (
     config_path,
     plain_settings,
 )
-from specsplit.assembly.chunk_stream import ChunkStream, Deliver, raise_failure
+from specsplit.assembly.chunk_stream import ChunkStream, Deliver, raise_failure, refuse_elsewhere
 from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
@@ -129,7 +129,9 @@ class Pipeline:
         return self._astream(prompt, self._settings_for(prompt, options))
 
     def close(self) -> None:
-        """End requests under way and free models and threads; closing again does nothing."""
+        """End requests under way and free models and threads; closing again, or in a forked process, does nothing."""
+        if not self._thread.is_here:
+            return
         with self._gate:
             if self._is_closed:
                 return
@@ -200,11 +202,13 @@ class Pipeline:
                 item = await inbox.get()
 
     def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> CancellableTask:
+        refuse_elsewhere(self._thread)  # a fork may have copied the gate while another thread held it
         with self._gate:
             self._refuse_if_closed()
             return self._thread.begin(partial(self._run, prompt, settings, deliver), deliver)
 
     def _refuse_if_closed(self) -> None:
+        refuse_elsewhere(self._thread)
         if self._is_closed:
             raise InvalidRequest("This pipeline is closed; make a new one.")
 

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable, Generator
 from types import TracebackType
 
-from specsplit.assembly.loop_thread import CancellableTask, FinishedTask
+from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread
 from specsplit.core.errors import InvalidRequest
 from specsplit.orchestrator.request import Chunk
 
@@ -27,18 +27,18 @@ class ChunkStream(Generator[Chunk, None, None]):
         self._running: CancellableTask | None = None
         self._has_ended = False
 
-    def begin(self) -> None:
-        """Begin the request if it has not begun."""
+    def begin(self) -> CancellableTask:
+        """Begin the request if it has not begun, and return its task."""
         if self._running is None:
             self._running = self._start(self._inbox.put)
+        return self._running
 
     def send(self, value: None, /) -> Chunk:
         """Return the next chunk."""
         if self._has_ended:
             raise StopIteration
         try:
-            self.begin()
-            item = self._receive()
+            item = self._receive(self.begin())
         except BaseException:
             self.close()
             raise
@@ -59,21 +59,29 @@ class ChunkStream(Generator[Chunk, None, None]):
     def close(self) -> None:
         """End the request, and return once it has freed its slot."""
         self._has_ended = True
-        if self._running is not None:
-            self._running.cancel()
+        running = self._running
+        if running is not None and running.thread.is_here:
+            running.cancel()
             # The request has freed its slots only when its task has ended, so the next one may count on them.
-            while isinstance(self._receive(), Chunk):
+            while isinstance(self._receive(running), Chunk):
                 pass
 
     def __del__(self) -> None:
-        if self._running is not None:
+        if self._running is not None and self._running.thread.is_here:
             self._running.cancel()
 
-    def _receive(self) -> Chunk | FinishedTask:
+    def _receive(self, running: CancellableTask) -> Chunk | FinishedTask:
+        refuse_elsewhere(running.thread)
         item = self._inbox.get()
         if not isinstance(item, Chunk):
             self._inbox.put(item)  # the end is there for whoever else waits, in `close` on another thread
         return item
+
+
+def refuse_elsewhere(thread: LoopThread) -> None:
+    """Refuse to wait for a thread that this process does not have, since it was forked from the one that has."""
+    if not thread.is_here:
+        raise InvalidRequest("This pipeline was made in another process, before a fork; make a new one here.")
 
 
 def raise_failure(task: FinishedTask) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from specsplit import api
 from specsplit.api import Pipeline
 from specsplit.assembly.workers import Workers
+from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import Settings, load_settings
 from specsplit.core.types import Proposal, Turn, Verdict
 from tests.support.fakes import FakeTarget, FakeTokenizer
@@ -95,3 +98,47 @@ def test_a_stream_closed_on_another_thread_ends_for_its_reader(monkeypatch: pyte
         assert numbers == [0]
         assert not target.slots
         assert list(stream) == []
+
+
+def outcome_in_a_fork(work: Callable[[], str]) -> str:
+    """Return what `work` returns in a forked process; nothing if that hangs or fails."""
+    read, write = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        try:
+            signal.alarm(int(PATIENCE_S))
+            os.write(write, work().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, encoding="utf-8") as pipe:
+        text = pipe.read()
+    os.waitpid(process_id, 0)
+    return text
+
+
+def test_a_pipeline_in_a_forked_process_says_so_and_closes(monkeypatch: pytest.MonkeyPatch):
+    with opened(monkeypatch, FakeTarget()) as pipeline:
+        begun, later = pipeline.stream("ab"), pipeline.stream("ab")
+        next(begun)
+
+        def ask() -> str:
+            said: list[str] = []
+            calls: list[Callable[[], object]] = [
+                lambda: pipeline.generate("ab"),
+                lambda: asyncio.run(pipeline.agenerate(["ab", "cd"])),
+                lambda: next(begun),
+                lambda: next(later),
+            ]
+            for call in calls:
+                with pytest.raises(InvalidRequest) as caught:
+                    call()
+                said.append(str(caught.value))
+            begun.close()
+            pipeline.close()
+            return "|".join(said)
+
+        sentence = "This pipeline was made in another process, before a fork; make a new one here."
+        assert outcome_in_a_fork(ask).split("|") == [sentence] * 4
+        assert len(list(begun)) == 1
+        assert len(pipeline.generate("ab").token_ids) == 2
