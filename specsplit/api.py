@@ -7,8 +7,10 @@ threads may share a pipeline. Requests run at once as far as there are slots; th
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from functools import partial
 from types import TracebackType
@@ -39,7 +41,7 @@ __all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
 
 
 class Pipeline:
-    """A target and perhaps a draft, ready to generate; close it, or use it in a with block.
+    """A target and perhaps a draft, ready to generate; close it, or use it in a with block. It is closed at exit.
 
     Without arguments it runs the embedded pair. `target_model` and `draft_model` are loaded here; `target` and `draft`
     are addresses, HOST:PORT, of workers that serve elsewhere; one may be here and the other there. A target without a
@@ -89,6 +91,7 @@ class Pipeline:
             opening.cancel()
             self._thread.end()
             raise
+        _opened.add(self)
 
     # A lone text matches both overloads, and the first one that matches counts.
     @overload
@@ -221,6 +224,17 @@ class Pipeline:
     async def _end_all(self) -> None:
         await self._thread.cancel_tasks()
         await self._scope.__aexit__(None, None, None)
+
+
+_opened: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is open as the interpreter ends: a thread that it stops within a forward may abort the process."""
+    with contextlib.ExitStack() as closing:
+        for pipeline in list(_opened):
+            closing.callback(pipeline.close)
 
 
 async def _collect(chunks: AsyncGenerator[Chunk, None]) -> Result:

@@ -96,4 +96,6 @@ async def _wind_up() -> None:
     await asyncio.gather(*others, return_exceptions=True)
     loop = asyncio.get_running_loop()
     await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
+    # As the interpreter ends its pools have ended, and from Python 3.12 on no thread begins that would wait for them.
+    with contextlib.suppress(RuntimeError):
+        await loop.shutdown_default_executor()
