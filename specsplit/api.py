@@ -35,7 +35,7 @@ from specsplit.assembly.requests import check_request_values, make_request, requ
 from specsplit.core.defaults import LOCAL_SESSIONS
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
-from specsplit.orchestrator.request import Chunk, Result
+from specsplit.orchestrator.request import Chunk, Request, Result
 
 __all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
 
@@ -216,10 +216,21 @@ class Pipeline:
             raise InvalidRequest("This pipeline is closed; make a new one.")
 
     async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> None:
-        request = make_request(self._workers.tokenizer, prompt, settings)
+        request = await self._request(prompt, settings)
         async with contextlib.aclosing(self._workers.stream(request, settings)) as chunks:
             async for chunk in chunks:
                 deliver(chunk)
+
+    async def _request(self, prompt: Prompt, settings: OrchestratorSettings) -> Request:
+        make = partial(make_request, self._workers.tokenizer, prompt, settings)
+        if self.settings.target.address is None:
+            return make()
+        # The target's tokenizer has a process of its own, which may take seconds to start or to answer.
+        try:
+            making = asyncio.get_running_loop().run_in_executor(None, make)
+        except RuntimeError:  # the main thread has ended, and with it every pool, but a thread of the user's goes on
+            return make()
+        return await making
 
     async def _end_all(self) -> None:
         await self._thread.cancel_tasks()

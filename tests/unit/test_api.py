@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -26,10 +27,15 @@ PATIENCE_S = 60.0
 
 @contextmanager
 def opened(
-    monkeypatch: pytest.MonkeyPatch, target: FakeTarget, tokenizer: FakeTokenizer | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    target: FakeTarget,
+    tokenizer: FakeTokenizer | None = None,
+    pool: ThreadPoolExecutor | None = None,
 ) -> Generator[Pipeline]:
     @asynccontextmanager
     async def workers(settings: Settings, models: None) -> AsyncGenerator[Workers]:
+        if pool is not None:
+            asyncio.get_running_loop().set_default_executor(pool)
         yield Workers(target, None, tokenizer or FakeTokenizer())
 
     monkeypatch.setattr(api, "open_workers", workers)
@@ -141,4 +147,38 @@ def test_a_pipeline_in_a_forked_process_says_so_and_closes(monkeypatch: pytest.M
         sentence = "This pipeline was made in another process, before a fork; make a new one here."
         assert outcome_in_a_fork(ask).split("|") == [sentence] * 4
         assert len(list(begun)) == 1
+        assert len(pipeline.generate("ab").token_ids) == 2
+
+
+class WaitingTokenizer(FakeTokenizer):
+    """It takes one text only when it is let go on, or much time has passed."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.go_on = threading.Event(), threading.Event()
+        self.was_let_go_on = False
+
+    def encode(self, text: str) -> list[int]:
+        if text == "slow":
+            self.has_begun.set()
+            self.was_let_go_on = self.go_on.wait(PATIENCE_S)
+        return super().encode(text)
+
+
+def test_other_requests_go_on_while_a_targets_tokenizer_works(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = WaitingTokenizer()
+    with opened(monkeypatch, FakeTarget(), tokenizer) as pipeline:
+        asking = threading.Thread(target=pipeline.generate, args=["slow"], daemon=True)
+        asking.start()
+        assert tokenizer.has_begun.wait(PATIENCE_S)
+        assert len(pipeline.generate("ab").token_ids) == 2
+        tokenizer.go_on.set()
+        asking.join(PATIENCE_S)
+    assert tokenizer.was_let_go_on
+
+
+def test_a_thread_that_outlives_the_main_one_goes_on_generating(monkeypatch: pytest.MonkeyPatch):
+    """Every pool of threads has ended by then."""
+    pool = ThreadPoolExecutor()
+    pool.shutdown()
+    with opened(monkeypatch, FakeTarget(), pool=pool) as pipeline:
         assert len(pipeline.generate("ab").token_ids) == 2
