@@ -7,10 +7,11 @@ threads may share a pipeline. Requests run at once as far as there are slots; th
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
-import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self, Unpack, cast, overload
@@ -26,6 +27,7 @@ from specsplit.assembly.arguments import (
     config_path,
     plain_settings,
 )
+from specsplit.assembly.chunk_stream import ChunkStream, Deliver, raise_failure, refuse_elsewhere
 from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
@@ -33,14 +35,13 @@ from specsplit.assembly.requests import check_request_values, make_request, requ
 from specsplit.core.defaults import LOCAL_SESSIONS
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
-from specsplit.orchestrator.request import Chunk, Result
+from specsplit.orchestrator.request import Chunk, Request, Result
 
 __all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
-_Deliver = Callable[[Chunk | FinishedTask], None]
 
 
 class Pipeline:
-    """A target and perhaps a draft, ready to generate; close it, or use it in a with block.
+    """A target and perhaps a draft, ready to generate; close it, or use it in a with block. It is closed at exit.
 
     Without arguments it runs the embedded pair. `target_model` and `draft_model` are loaded here; `target` and `draft`
     are addresses, HOST:PORT, of workers that serve elsewhere; one may be here and the other there. A target without a
@@ -90,6 +91,7 @@ class Pipeline:
             opening.cancel()
             self._thread.end()
             raise
+        _opened.add(self)
 
     # A lone text matches both overloads, and the first one that matches counts.
     @overload
@@ -104,10 +106,14 @@ class Pipeline:
         """
         if are_several(prompt):
             return self._generate_all(prompt, [self._settings_for(each, options) for each in prompt])
-        return _last_result(list(self.stream(cast("Prompt", prompt), **options)))
+        with contextlib.closing(self.stream(cast("Prompt", prompt), **options)) as chunks:
+            return _last_result(list(chunks))
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generator[Chunk, None, None]:
-        """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request."""
+        """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request.
+
+        Closing waits until the request has freed its slot; a generator that is dropped frees it a moment later.
+        """
         return self._stream(prompt, self._settings_for(prompt, options))
 
     @overload
@@ -126,7 +132,9 @@ class Pipeline:
         return self._astream(prompt, self._settings_for(prompt, options))
 
     def close(self) -> None:
-        """End requests under way and free models and threads; closing again does nothing."""
+        """End requests under way and free models and threads; closing again, or in a forked process, does nothing."""
+        if not self._thread.is_here:
+            return
         with self._gate:
             if self._is_closed:
                 return
@@ -164,37 +172,17 @@ class Pipeline:
 
     def _generate_all(self, prompts: Prompts, settings: Sequence[OrchestratorSettings]) -> list[Result]:
         with contextlib.ExitStack() as running:
-            # All begin before the first one is waited for.
             answers = [
-                running.enter_context(self._running(prompt, each))
+                running.enter_context(contextlib.closing(self._stream(prompt, each)))
                 for prompt, each in zip(prompts, settings, strict=True)
             ]
+            # All begin before the first one is waited for.
+            for answer in answers:
+                answer.begin()
             return _results_of([_result_or_error(answer) for answer in answers])
 
-    def _stream(self, prompt: Prompt, settings: OrchestratorSettings) -> Generator[Chunk, None, None]:
-        with self._running(prompt, settings) as chunks:
-            yield from chunks
-
-    @contextlib.contextmanager
-    def _running(self, prompt: Prompt, settings: OrchestratorSettings) -> Generator[Iterator[Chunk]]:
-        """Run a request for the length of the block; the chunks end with its error if it fails."""
-        inbox: queue.SimpleQueue[Chunk | FinishedTask] = queue.SimpleQueue()
-        item: Chunk | FinishedTask | None = None
-
-        def chunks() -> Iterator[Chunk]:
-            nonlocal item
-            while isinstance(item := inbox.get(), Chunk):
-                yield item
-            _raise_failure(item)
-
-        running = self._start(prompt, settings, inbox.put)
-        try:
-            yield chunks()
-        finally:
-            running.cancel()
-            # The request has freed its slots only when its task has ended, so the next one may count on them.
-            while not isinstance(item, asyncio.Task):
-                item = inbox.get()
+    def _stream(self, prompt: Prompt, settings: OrchestratorSettings) -> ChunkStream:
+        return ChunkStream(partial(self._start, prompt, settings))
 
     async def _astream(self, prompt: Prompt, settings: OrchestratorSettings) -> AsyncGenerator[Chunk, None]:
         inbox: asyncio.Queue[Chunk | FinishedTask] = asyncio.Queue()
@@ -210,37 +198,54 @@ class Pipeline:
         try:
             while isinstance(item := await inbox.get(), Chunk):
                 yield item
-            _raise_failure(item)
+            raise_failure(item)
         finally:
             running.cancel()
             while not isinstance(item, asyncio.Task):
                 item = await inbox.get()
 
-    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> CancellableTask:
+    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> CancellableTask:
+        refuse_elsewhere(self._thread)  # a fork may have copied the gate while another thread held it
         with self._gate:
             self._refuse_if_closed()
             return self._thread.begin(partial(self._run, prompt, settings, deliver), deliver)
 
     def _refuse_if_closed(self) -> None:
+        refuse_elsewhere(self._thread)
         if self._is_closed:
             raise InvalidRequest("This pipeline is closed; make a new one.")
 
-    async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: _Deliver) -> None:
-        request = make_request(self._workers.tokenizer, prompt, settings)
+    async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> None:
+        request = await self._request(prompt, settings)
         async with contextlib.aclosing(self._workers.stream(request, settings)) as chunks:
             async for chunk in chunks:
                 deliver(chunk)
+
+    async def _request(self, prompt: Prompt, settings: OrchestratorSettings) -> Request:
+        make = partial(make_request, self._workers.tokenizer, prompt, settings)
+        if self.settings.target.address is None:
+            return make()
+        # The target's tokenizer has a process of its own, which may take seconds to start or to answer.
+        try:
+            making = asyncio.get_running_loop().run_in_executor(None, make)
+        except RuntimeError:  # the main thread has ended, and with it every pool, but a thread of the user's goes on
+            return make()
+        return await making
 
     async def _end_all(self) -> None:
         await self._thread.cancel_tasks()
         await self._scope.__aexit__(None, None, None)
 
 
-def _raise_failure(task: FinishedTask) -> None:
-    """Raise the error that ended a request early, if there is one."""
-    if task.cancelled():
-        raise InvalidRequest("The pipeline was closed before this request came to its end.")
-    task.result()
+_opened: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is open as the interpreter ends: a thread that it stops within a forward may abort the process."""
+    with contextlib.ExitStack() as closing:
+        for pipeline in list(_opened):
+            closing.callback(pipeline.close)
 
 
 async def _collect(chunks: AsyncGenerator[Chunk, None]) -> Result:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, TypeGuard, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    SupportsIndex,
+    TypedDict,
+    TypeGuard,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from specsplit.assembly.other_names import refuse_other_names
 from specsplit.assembly.other_values import refuse_other_values
@@ -255,9 +267,14 @@ def _check_characters(text: str) -> None:
 
 
 def _check_token_id(item: object) -> None:
-    # A number of numpy is one, too; a truth value is a mistake.
-    is_number = hasattr(item, "__index__") and not isinstance(item, bool)
-    _require(is_number, f"The prompt's token ids must be whole numbers, not {_kind(item)}.")
+    # A number of numpy is one, too, and an array has its methods, whatever is in it; a truth value is a mistake.
+    is_number = not isinstance(item, bool)
+    try:
+        operator.index(cast("SupportsIndex", item))
+    except TypeError:
+        is_number = False
+    how = "; its tolist() is taken" if not is_number and getattr(item, "ndim", 0) else ""
+    _require(is_number, f"The prompt's token ids must be whole numbers, not {_kind(item)}{how}.")
 
 
 def _check_message(item: object) -> None:

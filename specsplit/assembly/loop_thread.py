@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -21,8 +22,14 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = new_event_loop()
         self._tasks: set[FinishedTask] = set()
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the thread is in this process: a fork has the object alone, and would wait for the loop for ever."""
+        return os.getpid() == self._process_id
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run `work` on the loop; the future has what it returns or raises."""
@@ -32,7 +39,7 @@ class LoopThread:
         self, work: Callable[[], Coroutine[Any, Any, None]], on_end: Callable[[FinishedTask], None]
     ) -> CancellableTask:
         """Begin a task that can be cancelled from any thread; `on_end` always gets it once it has finished."""
-        return CancellableTask(self._loop, self._tasks, work, on_end)
+        return CancellableTask(self, self._loop, self._tasks, work, on_end)
 
     async def cancel_tasks(self) -> None:
         """Cancel what was begun and wait until all of it has ended; to be run on the loop."""
@@ -53,11 +60,13 @@ class CancellableTask:
 
     def __init__(
         self,
+        thread: LoopThread,
         loop: asyncio.AbstractEventLoop,
         tasks: set[FinishedTask],
         work: Callable[[], Coroutine[Any, Any, None]],
         on_end: Callable[[FinishedTask], None],
     ) -> None:
+        self.thread = thread
         self._loop, self._tasks, self._work, self._on_end = loop, tasks, work, on_end
         self._task: FinishedTask | None = None
         # The loop takes calls in order: `_cancel` runs after `_begin`, so it finds the task even before its first step.
@@ -87,4 +96,6 @@ async def _wind_up() -> None:
     await asyncio.gather(*others, return_exceptions=True)
     loop = asyncio.get_running_loop()
     await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
+    # As the interpreter ends its pools have ended, and from Python 3.12 on no thread begins that would wait for them.
+    with contextlib.suppress(RuntimeError):
+        await loop.shutdown_default_executor()

@@ -7,6 +7,7 @@ sleep between any two operators. Knows no models, and of sessions only their key
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import math
 import queue
@@ -123,6 +124,7 @@ class ThreadExecutor:
         self._is_ending = False
         self._freed = FreedMemory()
         self._abandoning = threading.Lock()
+        self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name=f"specsplit-{name}", daemon=True)
         self._thread.start()
 
@@ -141,14 +143,18 @@ class ThreadExecutor:
 
     async def close(self) -> None:
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.shield(asyncio.wrap_future(self._end))  # by no pool, which takes no work as the interpreter ends
+        self._thread.join()
 
     def _run(self) -> None:
         try:
             self._drive()
         finally:  # nothing that a step raises on purpose leads here before the end
             self.is_alive = False
-            self._abandon()
+            try:
+                self._abandon()
+            finally:
+                self._end.set_result(None)
 
     def _drive(self) -> None:
         compute_with(self._threads)
@@ -176,8 +182,7 @@ class ThreadExecutor:
         with self._abandoning:
             schedulers, self._busy = self._busy, {}
             while not self._inbox.empty():
-                message = self._inbox.get()
-                if message is not None:
+                if (message := self._inbox.get()) is not None:
                     scheduler, accept = message
                     accept()
                     schedulers[scheduler] = None

@@ -198,7 +198,7 @@ class Scheduler:
             times.sampling_s += time.perf_counter() - start_s
             self.finish(task, stop.value, None)
         except Exception as error:  # noqa: BLE001 - the work's own error belongs to its caller
-            self.finish(task, None, error)
+            self.finish(task, None, translated(error))
 
     def finish(self, task: Task, result: Any, error: Exception | None) -> None:
         """Let go of a task. Its timings end here, on the executor; its callers are answered on the event loop."""

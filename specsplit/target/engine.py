@@ -152,9 +152,10 @@ class TargetEngine(Engine):
             logits = yield sequence
             session.extend(tail)
             accepted: list[int] = []
+            kept = session.kept
             if tree:
-                session.kept = proposal.first_node + len(tree) - 1
-                numbers: Sequence[int] = range(proposal.first_node, session.kept + 1)
+                kept = proposal.first_node + len(tree) - 1
+                numbers: Sequence[int] = range(proposal.first_node, kept + 1)
                 if isinstance(sequence, OfferedTree):  # a part of it, perhaps
                     proposal, tree, numbers = sequence.proposal, sequence.parents_left, sequence.numbers
                 picks = self._picks(session, logits, proposal, tree)
@@ -172,7 +173,7 @@ class TargetEngine(Engine):
                 log_probs = self._log_probs(session.sampler, logits, accepted, verdict.token_ids)
                 verdict = replace(verdict, log_probs=log_probs)
             self.counts.num_tokens += len(verdict.token_ids)
-            session.answer = verdict
+            session.kept, session.answer = kept, verdict  # together: a round without an answer may come again
             return verdict
         except GeneratorExit:
             session.cut_short()

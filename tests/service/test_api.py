@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from specsplit.core.defaults import Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, VocabularyMismatch
 from specsplit.core.settings import load_settings
 from specsplit.core.types import Identity
+from tests.support.processes import environment
 
 PROMPT = "def add(a, b):"
 MODES: list[Mode] = ["auto", "plain", "lookup", "pingpong", "overlap", "stream"]
@@ -248,6 +251,23 @@ def test_closing_ends_what_is_under_way_and_every_thread():
     assert set(threading.enumerate()) <= before
     with pytest.raises(InvalidRequest, match="closed"):
         pipeline.generate(PROMPT)
+
+
+UNCLOSED = """
+import atexit, threading
+atexit.register(lambda: print([each.name for each in threading.enumerate() if each.name.startswith("specsplit")]))
+from specsplit import Pipeline
+pipeline = Pipeline(threads=1, sessions=1, mode="overlap")
+stream = pipeline.stream("def add(a, b):", max_new_tokens=4000, ignore_eos=True)
+next(stream)
+"""
+"""It prints the threads that are left at the very end: callbacks run in the reverse of their order."""
+
+
+def test_a_script_that_closes_nothing_ends_with_all_closed():
+    command = [sys.executable, "-c", UNCLOSED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
 def test_a_stream_made_before_the_end_and_begun_after_it_says_so():

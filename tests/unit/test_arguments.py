@@ -60,6 +60,12 @@ def test_what_is_no_prompt_is_one_sentence(prompt: Any):
     _assert_sentence(caught.value)
 
 
+@pytest.mark.parametrize("prompt", [[np.array([1, 2, 3]), np.array([4])], [torch.tensor([1, 2])], [5, np.array([4])]])
+def test_tensors_in_a_list_are_told_of_their_lists(prompt: Any):
+    with pytest.raises(InvalidRequest, match=r"whole numbers, not (ndarray|Tensor); its tolist\(\) is taken\.$"):
+        check_prompt(prompt)
+
+
 def test_a_tensor_is_told_of_its_list():
     with pytest.raises(InvalidRequest, match=r"not Tensor; its tolist\(\) is taken\.$"):
         check_prompt(torch.tensor([1, 2]))

@@ -19,6 +19,7 @@ from specsplit.core.types import ROOT, Proposal, SamplingParams, Verdict
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.sampling import processors
+from specsplit.target import engine as target_engine
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
 from tests.support.model_zoo import FAMILIES, save_model
@@ -284,16 +285,26 @@ async def test_a_failing_forward_ends_its_callers_and_nobody_else(
             assert talk.ids[len(prompt) :] == tokens
 
 
-async def test_the_round_that_failed_may_be_asked_again() -> None:
+@pytest.mark.parametrize("step", ["forward", "picks"])
+async def test_the_round_that_failed_may_be_asked_again(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, runner = steered(load("llama"))
+    error = torch.OutOfMemoryError("CUDA out of memory")
+
+    def failing(logits: torch.Tensor) -> list[int]:
+        raise error
+
     async with engine(model) as verifier:
         talk = Conversation(verifier, random_ids(10, 8))
         truth = await plain_tokens(verifier, talk.ids, 4)
         await talk.verify()
-        runner.failures[len(runner.steps)] = RuntimeError("the device broke")
         tree = Tree(truth[1:3], [-1, 0], [0, 1])
-        with pytest.raises(RuntimeError):
-            await talk.verify(tree)
+        with monkeypatch.context() as patch:
+            if step == "forward":
+                runner.failures[len(runner.steps)] = error
+            else:
+                patch.setattr(target_engine, "picked_ids", failing)
+            with pytest.raises(OutOfMemory):
+                await talk.verify(tree)
         talk.script.round -= 1
         verdict = await talk.verify(tree)
         assert list(verdict.token_ids) == truth[1:4]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -91,3 +93,14 @@ async def test_a_team_ends_while_there_is_no_work_and_comes_back(kind: str) -> N
                 await wait_until(lambda team=team: not team & os_threads())
         finally:
             await executor.close()
+
+
+async def test_an_executor_closes_when_pools_take_no_more_work() -> None:
+    """So it is in `atexit` callbacks."""
+    pool, before = ThreadPoolExecutor(), set(threading.enumerate())
+    pool.shutdown()
+    asyncio.get_running_loop().set_default_executor(pool)
+    executor = ThreadExecutor("one", 1)
+    await executor.close()
+    assert set(threading.enumerate()) <= before
+    await executor.close()

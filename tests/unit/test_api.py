@@ -1,0 +1,184 @@
+"""A Pipeline over fake workers: what it does on its own thread, and how it ends whoever lets it go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from specsplit import api
+from specsplit.api import Pipeline
+from specsplit.assembly.workers import Workers
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.settings import Settings, load_settings
+from specsplit.core.types import Proposal, Turn, Verdict
+from tests.support.fakes import FakeTarget, FakeTokenizer
+
+PATIENCE_S = 60.0
+"""How long a broken test may hang; a sound one never waits for it."""
+
+
+@contextmanager
+def opened(
+    monkeypatch: pytest.MonkeyPatch,
+    target: FakeTarget,
+    tokenizer: FakeTokenizer | None = None,
+    pool: ThreadPoolExecutor | None = None,
+) -> Generator[Pipeline]:
+    @asynccontextmanager
+    async def workers(settings: Settings, models: None) -> AsyncGenerator[Workers]:
+        if pool is not None:
+            asyncio.get_running_loop().set_default_executor(pool)
+        yield Workers(target, None, tokenizer or FakeTokenizer())
+
+    monkeypatch.setattr(api, "open_workers", workers)
+    given = {"target": "127.0.0.1:1", "mode": "plain", "max_new_tokens": 2, "ignore_eos": True}
+    with Pipeline.from_settings(load_settings(given).settings) as pipeline:
+        yield pipeline
+
+
+class CollectingTarget(FakeTarget):
+    """The collector runs in its forwards, as it may wherever objects are made; the second one has no end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_endless = threading.Event()
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        gc.collect()
+        if self.num_calls == 1:
+            self.num_calls += 1
+            self.is_endless.set()
+            await asyncio.Event().wait()
+        return await super().verify(turn, proposal)
+
+
+class Reader:
+    """An object with a stream and a callback of its own, so that only the collector frees it."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.stream = pipeline.stream("ab")
+        self.on_token = self.read
+
+    def read(self) -> None:
+        next(self.stream)
+
+
+@pytest.fixture
+def no_collector() -> Generator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_dropped_stream_collected_on_the_pipelines_thread_ends(monkeypatch: pytest.MonkeyPatch):
+    target, texts = CollectingTarget(), list[str]()
+    with opened(monkeypatch, target) as pipeline:
+        Reader(pipeline).read()
+        asking = threading.Thread(target=lambda: texts.append(pipeline.generate("cd").text), daemon=True)
+        asking.start()
+        asking.join(PATIENCE_S)
+        assert len(texts) == 1
+        pipeline.close()
+    assert not target.slots
+
+
+def test_a_stream_closed_on_another_thread_ends_for_its_reader(monkeypatch: pytest.MonkeyPatch):
+    target, numbers = CollectingTarget(), list[int]()
+    with opened(monkeypatch, target) as pipeline:
+        stream = pipeline.stream("ab")
+        next(stream)
+        reading = threading.Thread(target=lambda: numbers.append(len(list(stream))), daemon=True)
+        reading.start()
+        assert target.is_endless.wait(PATIENCE_S)
+        stream.close()
+        reading.join(PATIENCE_S)
+        assert numbers == [0]
+        assert not target.slots
+        assert list(stream) == []
+
+
+def outcome_in_a_fork(work: Callable[[], str]) -> str:
+    """Return what `work` returns in a forked process; nothing if that hangs or fails."""
+    read, write = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        try:
+            signal.alarm(int(PATIENCE_S))
+            os.write(write, work().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, encoding="utf-8") as pipe:
+        text = pipe.read()
+    os.waitpid(process_id, 0)
+    return text
+
+
+def test_a_pipeline_in_a_forked_process_says_so_and_closes(monkeypatch: pytest.MonkeyPatch):
+    with opened(monkeypatch, FakeTarget()) as pipeline:
+        begun, later = pipeline.stream("ab"), pipeline.stream("ab")
+        next(begun)
+
+        def ask() -> str:
+            said: list[str] = []
+            calls: list[Callable[[], object]] = [
+                lambda: pipeline.generate("ab"),
+                lambda: asyncio.run(pipeline.agenerate(["ab", "cd"])),
+                lambda: next(begun),
+                lambda: next(later),
+            ]
+            for call in calls:
+                with pytest.raises(InvalidRequest) as caught:
+                    call()
+                said.append(str(caught.value))
+            begun.close()
+            pipeline.close()
+            return "|".join(said)
+
+        sentence = "This pipeline was made in another process, before a fork; make a new one here."
+        assert outcome_in_a_fork(ask).split("|") == [sentence] * 4
+        assert len(list(begun)) == 1
+        assert len(pipeline.generate("ab").token_ids) == 2
+
+
+class WaitingTokenizer(FakeTokenizer):
+    """It takes one text only when it is let go on, or much time has passed."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.go_on = threading.Event(), threading.Event()
+        self.was_let_go_on = False
+
+    def encode(self, text: str) -> list[int]:
+        if text == "slow":
+            self.has_begun.set()
+            self.was_let_go_on = self.go_on.wait(PATIENCE_S)
+        return super().encode(text)
+
+
+def test_other_requests_go_on_while_a_targets_tokenizer_works(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = WaitingTokenizer()
+    with opened(monkeypatch, FakeTarget(), tokenizer) as pipeline:
+        asking = threading.Thread(target=pipeline.generate, args=["slow"], daemon=True)
+        asking.start()
+        assert tokenizer.has_begun.wait(PATIENCE_S)
+        assert len(pipeline.generate("ab").token_ids) == 2
+        tokenizer.go_on.set()
+        asking.join(PATIENCE_S)
+    assert tokenizer.was_let_go_on
+
+
+def test_a_thread_that_outlives_the_main_one_goes_on_generating(monkeypatch: pytest.MonkeyPatch):
+    """Every pool of threads has ended by then."""
+    pool = ThreadPoolExecutor()
+    pool.shutdown()
+    with opened(monkeypatch, FakeTarget(), pool=pool) as pipeline:
+        assert len(pipeline.generate("ab").token_ids) == 2
