@@ -143,6 +143,7 @@ class Pipeline:
             self._thread.submit(self._end_all()).result()
         finally:
             self._thread.end()
+        del self._workers, self._scope  # and with them the models, whose next load frees what lies in cycles
 
     async def aclose(self) -> None:
         """Close without blocking the caller's loop."""

@@ -253,11 +253,12 @@ class AdmissionQueue:
 
     def _take_note(self) -> None:
         assert self._loop is not None, "slots that become free are told to a loop"
-        if not self._waiters:
+        if self._waiters:
+            self._waiters[0].has_news.set()
+        elif self.max_waiting:  # without places to wait in, nobody waits though no slot is free
             self._rate.rest()
             return
         self._rate.observe(self._loop.time())
-        self._waiters[0].has_news.set()
 
 
 def _has_one_quota(one: Opening, other: Opening) -> bool:

@@ -63,7 +63,7 @@ class Replica:
             del self.unfreed[next(iter(self.unfreed))]
 
     async def free(self) -> None:
-        """End the sessions that ended while it was silent; one that fails, or does not end in time, is still owed."""
+        """End the sessions that ended while it was silent; one that is refused or takes too long is still owed."""
         await asyncio.gather(*map(self._end, list(self.unfreed)), return_exceptions=True)
 
     async def _end(self, session: str) -> None:

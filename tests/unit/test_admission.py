@@ -278,6 +278,15 @@ async def test_slots_that_nobody_waits_for_say_nothing_of_the_pace() -> None:
     assert queue.overloaded("Try again.").retry_after_s == pytest.approx(0.5)
 
 
+async def test_without_a_queue_the_pace_of_freed_slots_is_known() -> None:
+    queue = AdmissionQueue(0)
+    queue.overloaded("Try again.")
+    for _ in range(4):
+        queue.slot_freed()
+    await asyncio.sleep(0.001)
+    assert queue.overloaded("Try again.").retry_after_s < 0.55
+
+
 def test_an_orchestrator_comes_back_when_it_was_told_to() -> None:
     async def main() -> tuple[list[float], float]:
         loop, asked_s = asyncio.get_running_loop(), list[float]()
