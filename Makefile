@@ -114,7 +114,7 @@ fuzz: $(TOOLS)  ## Send 50,000 fuzzed requests to a gateway, and 20,000 messages
 chaos: $(TOOLS)  ## Let faults happen to every part of a service under load (make chaos MINUTES=5; 60 by default; not part of CI)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),60)
 
-soak: $(TOOLS)  ## Put a steady mixed load on a service, and see whether a process grows (make soak MINUTES=5; 40 by default; not part of CI)
+soak: $(TOOLS)  ## Put a steady mixed load on a service, and see whether a process grows (make soak MINUTES=5; 40 by default, behind 20 of warm-up; not part of CI)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),40)
 
 rolling: $(TOOLS)  ## Restart every process of a service in turn under load, beginning with the previous commit's (not part of CI)
