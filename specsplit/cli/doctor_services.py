@@ -63,7 +63,7 @@ def _checks_of(
     found: dict[Role, Identity] = {
         role: answer.identity for role, answer in answers.items() if isinstance(answer, PingDetails)
     }
-    if not settings.has_draft:
+    if "draft" not in addresses and not settings.has_draft:  # a gateway's draft is in no role's settings
         return [*checks, no_draft_check(settings)]
     return [*checks, *_compatibility({**here, **found})]
 

@@ -27,10 +27,10 @@ _MAX_CHAIN = 64
 """Levels that every target takes."""
 TIE = {"fp32": 1e-3, "fp16": 0.05}
 """Gap of two logits that differ by their arithmetic at most, by dtype: twice stage-check's bound, for logits of 50."""
-_MOST_WORK_S = 120.0
-"""Longest work of an auditor without a word, less than the limit of a call."""
 COARSE_TIE = 0.5
 """The same for bf16, and for weights that are rounded further."""
+_MOST_WORK_S = 120.0
+"""Longest work of an auditor without a word, less than the limit of a call."""
 
 
 @dataclass(frozen=True, slots=True)
