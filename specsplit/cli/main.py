@@ -17,7 +17,6 @@ from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand
 from specsplit.cli.interruptible import interruptible
 from specsplit.cli.logs import is_debugging
 from specsplit.cli.other_programs import refuse_short_options_of_others
-from specsplit.cli.spared import spare, spare_compiler
 from specsplit.core import defaults
 from specsplit.core.errors import SpecSplitError
 
@@ -352,11 +351,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    if arguments is None:
-        # transformers imports scipy for losses, half a second and 36 MiB, and scikit-learn needs it; no command trains.
-        spare("scipy")
-        spare("sklearn")
-        spare_compiler()
     for stream in (sys.stdout, sys.stderr):
         # The encoding of an odd locale may lack a character of the answer, which is no reason to fail.
         if isinstance(stream, io.TextIOWrapper):

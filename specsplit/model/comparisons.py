@@ -11,12 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 
 import transformers
-from transformers import PreTrainedModel
 
 from specsplit.model.exactness import fingerprint
 from specsplit.model.identity import weight_stamps
 from specsplit.model.proofs import Proofs, digest
 from specsplit.model.source import model_folder
+from specsplit.model.transformers_models import PreTrainedModel
 
 _FILE = "comparisons.json"
 

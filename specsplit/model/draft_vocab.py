@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ModelUnsupported
 from specsplit.core.paths import expanded
 from specsplit.core.ports import Tokenizer
+from specsplit.model.transformers_models import PreTrainedModel
 
 _KIND = "specsplit draft vocabulary"
 

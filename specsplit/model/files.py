@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
@@ -25,6 +25,7 @@ from specsplit.model.memory import is_exhausted
 from specsplit.model.meta_init import WithoutMemory
 from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
+from specsplit.model.transformers_models import AutoModelForCausalLM, PreTrainedModel
 
 
 def load_config(path: str, name: str) -> Any:

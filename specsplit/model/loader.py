@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
-from transformers import PreTrainedModel
 
 from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged, OutOfMemory
 from specsplit.core.types import Identity, TokenizerFiles
@@ -32,6 +31,7 @@ from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, model_folder, resolve
 from specsplit.model.threads import choose_threads
 from specsplit.model.tokenizer import TransformersTokenizer
+from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, rounded_hash, weight_format
 from specsplit.model.wide_spans import span_rows
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
 from specsplit.model.attention.function import NAME, LayerSpec, MaskRule
 from specsplit.model.attention.masks import MaskFunction, evaluate_mask
 from specsplit.model.head_shape import HeadShape
 from specsplit.model.linear_calls import WithoutProducts
+from specsplit.model.transformers_models import PreTrainedModel
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
 _HARMLESS = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specsplit.model.transformers_models import PreTrainedModel
 
 
 def fix_longrope(model: PreTrainedModel, context: int) -> None:

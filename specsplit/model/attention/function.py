@@ -18,13 +18,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from specsplit.model.activations import activate
 from specsplit.model.attention.masks import MaskFunction
 from specsplit.model.attention.stacking import are_stacked
 from specsplit.model.head_shape import HeadShape
+from specsplit.model.transformers_models import AttentionInterface, AttentionMaskInterface, causal_mask_function
 
 NAME = "specsplit"
 """The implementation's name towards transformers."""

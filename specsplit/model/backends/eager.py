@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specsplit.model.activations import WholeVectors
 from specsplit.model.attention.device_step import DeviceStep
@@ -16,6 +15,7 @@ from specsplit.model.attention.function import LayerAttention, SlotAttention
 from specsplit.model.backends.packed_linear import PackedLinears
 from specsplit.model.backends.rounded_weights import Rounding
 from specsplit.model.probe import ProbeResult
+from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import WeightFormat
 
 

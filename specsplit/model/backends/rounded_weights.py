@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specsplit.core.errors import DeviceUnavailable, InvalidRequest
 from specsplit.model.backends.int4_weights import has_int4_products, int4_product
 from specsplit.model.backends.int8_weights import MOST_INPUTS, has_int8_products, int8_product
 from specsplit.model.backends.product import Product
 from specsplit.model.linear_calls import LinearCall
+from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import FEWEST_OUTPUTS, WeightFormat, group_size
 
 _ROUTERS = {"gate", "router"}

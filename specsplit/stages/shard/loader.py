@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.model import exactness
@@ -45,6 +44,7 @@ from specsplit.model.probe import ProbeResult, check_against_eager, probe, refus
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, resolve
+from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import WeightFormat, rounded_hash, weight_format
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
 from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specsplit.core.errors import InvalidRequest, ModelUnsupported
 from specsplit.model.attention.function import NAME
 from specsplit.model.files import translated
+from specsplit.model.transformers_models import AutoModelForCausalLM, PreTrainedModel
 
 _NUM_TOKENS = 3
 _FORWARD_ERRORS = (RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError)

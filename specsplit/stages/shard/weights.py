@@ -16,12 +16,12 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
-from transformers import PreTrainedModel
 
 from specsplit.core.errors import ModelDamaged
 from specsplit.model.files import load_config, load_weights, translated
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.source import at_commit, hub_arguments, resolve
+from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline, shard_class
 
 _SINGLE = "model.safetensors"
