@@ -40,7 +40,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 
 NewTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt, the same for every system.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often every system does every prompt.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of each engine, of each worker and of transformers.")]
+_SHARED = "Threads of each system; workers of MODE@loopback share them, with a draft two or more in every mode."
+Threads = Annotated[int, typer.Option(min=1, help=_SHARED)]
 Output = Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)]
 Resumed = Annotated[Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Tree nodes verified per round at most.")]
@@ -113,7 +114,7 @@ def smoke(
     report.check_output(output)
     require_bench_extra()
     from benchmarks import smoke as smoke_run
-    from benchmarks.report.sections import of_cells
+    from benchmarks.research.cells_section import of_cells
     from benchmarks.run import RunSettings
 
     console = report.new_console()
@@ -164,7 +165,7 @@ def sweep(
     temperature: Annotated[str, typer.Option(help="0 is greedy; separated by commas.")] = "0",
     prompts: Annotated[int, typer.Option(min=1, help="How many; a multiple of each of --concurrency.")] = 4,
     new_tokens: NewTokens = 64,
-    threads: Threads = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each of the two workers.")] = 1,
     output: Resumed = None,
 ) -> None:
     """Measure modes over round trip, sessions at once and temperature, on one pair of workers; see also sweep-tree."""

@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any, get_args
 
 from benchmarks.processes import Factory, Served
-from benchmarks.settings import Pair, ServedMode, Setup
+from benchmarks.settings import Pair, ServedMode, Setup, loopback_threads
 from specsplit.core.defaults import DRAFTLESS, Mode
 from specsplit.core.errors import InvalidRequest
 
@@ -112,6 +112,11 @@ def _mode(name: str, mode: str, place: str) -> Entry:
 
     where = {"": "in process", "loopback": "local worker processes", "remote": "workers elsewhere"}[place]
     return Entry(name, where, make, mode=mode, needs_draft=needs_draft)
+
+
+def facts_of_place(name: str, setup: Setup) -> dict[str, object]:
+    """Return the threads of the workers of MODE@loopback together; nothing for systems in other places."""
+    return {"threads": loopback_threads(setup.threads, setup.pair)} if name.endswith("@loopback") else {}
 
 
 def served_mode(name: str, mode: str, setup: Setup) -> ServedMode:

@@ -102,7 +102,8 @@ class Bench(measuring.Bench):
 
     def _facts(self, entry: Entry) -> Record:
         has_costs = entry.is_ours and self.settings.measures_costs
-        return {**entry.to_dict(), "has_costs": has_costs, **self.dialect(entry)}
+        place = registry.facts_of_place(entry.name, self.settings)
+        return {**entry.to_dict(), "has_costs": has_costs, **place, **self.dialect(entry)}
 
     def dialect(self, entry: Entry) -> Record:
         """Return how a server is asked; nothing for any other system."""

@@ -29,6 +29,15 @@ def chosen_pair(target: str | None, draft: str | None, dtype: str = "fp32", devi
     return Pair(target or EMBEDDED, draft if target else draft or EMBEDDED, dtype, device)
 
 
+def loopback_threads(threads: int, pair: Pair) -> int:
+    """Return the threads that the worker processes of one system have together in its place `@loopback`.
+
+    All modes have as many, so that a ratio of two compares them on the same cores. The workers of a mode that asks a
+    draft are two and need one thread each, so beside a draft the worker of plain decoding has two at least as well.
+    """
+    return max(threads, 1 if pair.draft is None else 2)
+
+
 def is_inflated(source: str) -> bool:
     """Return whether the configuration in a folder says that the model was inflated (see research/inflate.py)."""
     try:

@@ -52,6 +52,7 @@ class Bench:
             for name, child in self._children.items():
                 child.wait_systems()
                 tick(name)
+        self.systems = {name: registry.facts_of_place(name, settings) for name in settings.systems}
         self.models: Record = {}
         tasks = [Task(prompt.id, (), settings.num_new_tokens, text=prompt.text) for prompt in prompts]
         if referee is not None:
@@ -143,6 +144,7 @@ def run(settings: LoadSettings, progress: Progress) -> Record | None:
         "benchmark": "load",
         "provenance": origin,
         "models": bench.models,
+        "systems": bench.systems,
         "settings": settings.to_dict(),
         "prompts": {"sha256": workloads.fingerprint(prompts)},
         "is_complete": len(rounds) == settings.num_rounds,

@@ -47,7 +47,7 @@ class Points(WithWorkers):
         self._points: dict[tuple[int, str], Ours] = {}
         if not settings.is_remote:
             sessions = max(defaults.SERVED_SESSIONS, max(settings.concurrencies) + _SPARE_SESSIONS)
-            self._start(roles, settings.threads, settings.pair, "--sessions", str(sessions))
+            self._start(dict.fromkeys(roles, settings.threads), settings.pair, "--sessions", str(sessions))
 
     def addresses(self) -> dict[str, str]:
         """Return where the workers listen, by role."""

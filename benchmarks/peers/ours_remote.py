@@ -12,7 +12,7 @@ from benchmarks.peers import bare_exchange, costs
 from benchmarks.peers.ours import OnLoop, Ours, request_of
 from benchmarks.processes import WorkerProcess
 from benchmarks.proxy import Proxy
-from benchmarks.settings import Pair, ServedMode, Shape
+from benchmarks.settings import Pair, ServedMode, Shape, loopback_threads
 from benchmarks.systems import Task
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
@@ -54,6 +54,16 @@ async def connect(stack: AsyncExitStack, addresses: Mapping[str, str], *, waits_
     return await stack.enter_async_context(remote_workers(settings, waits_when_full=waits_when_full))
 
 
+def thread_shares(mode: ServedMode, threads: int, pair: Pair) -> dict[str, int]:
+    """Return the threads of each worker of a mode, by role; `threads` is what the workers share.
+
+    The two take turns, but a team of threads that waits spins on the other's cores. Of an odd number the target has
+    the thread more.
+    """
+    whole = loopback_threads(threads, pair)
+    return {"target": whole - whole // 2, "draft": whole // 2} if mode.loads_draft else {"target": whole}
+
+
 class WithWorkers(OnLoop):
     """Workers elsewhere, by their addresses, or in processes that this one starts and ends."""
 
@@ -62,9 +72,10 @@ class WithWorkers(OnLoop):
         self._addresses = dict(addresses)
         self._processes: dict[str, WorkerProcess] = {}
 
-    def _start(self, roles: Sequence[str], threads: int, pair: Pair, *options: str) -> None:
-        for role in roles:
-            self._processes[role] = worker(role, threads, pair, *options)
+    def _start(self, threads: Mapping[str, int], pair: Pair, *options: str) -> None:
+        """Start a worker for each role, with its threads."""
+        for role, count in threads.items():
+            self._processes[role] = worker(role, count, pair, *options)
             self._scope.callback(self._processes[role].end)
 
     async def _open(self) -> None:
@@ -93,15 +104,11 @@ class Services(WithWorkers):
 
 
 class Loopback(Services):
-    """The same with workers that this process starts; `threads` is what the two share, each gets its half.
-
-    They take turns, but a team of threads that waits spins on the other's cores.
-    """
+    """The same with workers that this process starts and that share `threads`."""
 
     def __init__(self, mode: ServedMode, threads: int, pair: Pair) -> None:
         super().__init__(mode, {})
-        roles = ("target", "draft") if mode.loads_draft else ("target",)
-        self._start(roles, max(1, threads // len(roles)), pair)
+        self._start(thread_shares(mode, threads, pair), pair)
 
     def wire_bytes(self, prompt_ids: tuple[int, ...]) -> dict[str, float]:
         """Return the bytes per round on each link and in each direction, TCP payload, for trees of 32 nodes.
@@ -139,13 +146,13 @@ class LoadedServices(WithWorkers):
     """One mode over worker processes, its own or named ones; a request that finds slots and queue full is refused."""
 
     def __init__(self, mode: ServedMode, settings: LoadSettings) -> None:
-        roles = ("target", "draft") if mode.loads_draft else ("target",)
-        addresses = dict(zip(roles, (settings.target_address, settings.draft_address), strict=False))
+        shares = thread_shares(mode, settings.threads, settings.pair)
+        addresses = dict(zip(shares, (settings.target_address, settings.draft_address), strict=False))
         super().__init__({role: place for role, place in addresses.items() if place and mode.name.endswith("@remote")})
         self._mode = mode
         queue = () if settings.queue is None else ("--queue", str(settings.queue))
-        started = [role for role in roles if role not in self._addresses]
-        self._start(started, settings.threads, settings.pair, "--sessions", str(settings.sessions), *queue)
+        started = {role: count for role, count in shares.items() if role not in self._addresses}
+        self._start(started, settings.pair, "--sessions", str(settings.sessions), *queue)
 
     async def _open(self) -> None:
         await super()._open()

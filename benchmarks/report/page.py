@@ -17,6 +17,7 @@ from benchmarks.report.plots import DARK, LIGHT, Palette, Plot
 from benchmarks.report.tables import Section
 from benchmarks.research import sections as studies
 from benchmarks.research.calibration.section import of_calibration
+from benchmarks.research.cells_section import of_cells
 from benchmarks.research.drafts.section import of_draft_kinds
 from benchmarks.research.load_section import of_load
 from benchmarks.research.rounds import trace
@@ -31,8 +32,8 @@ _KINDS = (
     "`coupling_study`, `draft_kinds`, `stage_sessions`, `exactness` or `long-prompt`, nor a trace file"
 )
 _OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
-    "smoke": sections.of_cells,
-    "bars": sections.of_cells,
+    "smoke": of_cells,
+    "bars": of_cells,
     "load": of_load,
     "profile": of_profile,
     **studies.OF_LINE,

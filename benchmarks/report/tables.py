@@ -110,6 +110,17 @@ def inflated(settings: Record) -> str:
     return " (inflated)" if settings.get("is_inflated") else ""
 
 
+def threads_of(header: Record, of_older: str) -> str:
+    """Return the threads of the systems in words; `of_older` says whose they are on loopback in older files."""
+    settings, facts = header["settings"], header.get("systems") or {}
+    named = f"{settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
+    places = [name for name in settings.get("systems", facts) if name.endswith("@loopback")]
+    if not places:
+        return named
+    shared = facts.get(places[0], {}).get("threads")
+    return f"{named} ({of_older if shared is None else f'{shared} for the workers of each MODE@loopback together'})"
+
+
 def models_of(settings: Record) -> str:
     """Return target and draft of a measurement in words."""
     without_lookup = "" if settings.get("lookup", True) else ", without lookup"

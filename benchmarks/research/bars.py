@@ -22,8 +22,8 @@ from benchmarks.environment import require_bench_extra
 from benchmarks.processes import Child
 from benchmarks.registry import PLAIN
 from benchmarks.report import console as report
-from benchmarks.report.sections import of_cells
 from benchmarks.research.app import app
+from benchmarks.research.cells_section import of_cells
 from benchmarks.research.drafts.made import ServeMaking
 from benchmarks.run import RunSettings
 from benchmarks.settings import Pair

@@ -8,8 +8,9 @@ from pathlib import Path
 from benchmarks.report import plots
 from benchmarks.report.plots import Plot
 from benchmarks.report.sections import warn
-from benchmarks.report.tables import NONE, Record, Section, models_of, shown, spread
+from benchmarks.report.tables import NONE, Record, Section, models_of, shown, spread, threads_of
 
+_THREADS_OF_OLDER = "each worker of a MODE@loopback has as many, so a mode with a draft twice as many as plain decoding"
 _RATES = ("load", "tokens/s", "over generate or direct", "over fewest", "over peak", "in limits")
 _WAITS = ("load", "ttft ms", "itl ms", "e2e ms", "refused", "refused in ms")
 
@@ -24,9 +25,10 @@ def of_load(record: Record, path: Path, name: str) -> Section:
     place = settings["endpoint"]
     systems = f"The server at {place['url']}" if place else models_of(settings)
     section.text(
-        f"{systems}, {settings['threads']} threads, {settings['sessions']} slots, {settings['num_requests']} requests "
-        f"of {shown(settings['lengths'])} new tokens at each number of clients, {record['num_rounds']} alternating "
-        f"rounds. In the limits: first token within {limits['ttft_s'] * 1e3:g} ms, then {limits['itl_s'] * 1e3:g} ms "
+        f"{systems}, {threads_of(record, _THREADS_OF_OLDER)}, {settings['sessions']} slots, "
+        f"{settings['num_requests']} requests of {shown(settings['lengths'])} new tokens at each number of clients, "
+        f"{record['num_rounds']} alternating rounds. In the limits: first token within "
+        f"{limits['ttft_s'] * 1e3:g} ms, then {limits['itl_s'] * 1e3:g} ms "
         "a token at most. Over generate: transformers' on batches of as many; over direct: a server over the same "
         "workers without it; over fewest: the fewest clients; over peak: an open loop over the best closed one."
     )

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -15,11 +16,13 @@ from benchmarks.load import figures
 from benchmarks.load.clients import ClosedLoop, OpenLoop, Outcome
 from benchmarks.load.run import Point, points_of
 from benchmarks.load.settings import Endpoint, Limits, LoadSettings
+from benchmarks.peers import ours_remote
 from benchmarks.peers.openai_completions import LoadedEndpoint
 from benchmarks.peers.ours import LoadedEngines
-from benchmarks.peers.ours_remote import LoadedServices
+from benchmarks.peers.ours_remote import LoadedServices, Loopback
 from benchmarks.peers.transformers_ways import BatchedGenerate, load
 from benchmarks.report import page
+from benchmarks.report.tables import threads_of
 from benchmarks.settings import Pair, ServedMode
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, Overloaded, WorkerFailed
@@ -168,6 +171,44 @@ def test_a_point_says_what_it_is_beside_its_limit_and_its_peak():
 def test_what_cannot_be_measured_is_refused_in_the_users_words(changes: dict[str, object], message: str):
     with pytest.raises(InvalidRequest, match=message):
         _settings(**changes).check()
+
+
+@pytest.mark.parametrize(
+    ("threads", "of_plain", "of_pair"),
+    [(1, {"target": 2}, {"target": 1, "draft": 1}), (3, {"target": 3}, {"target": 2, "draft": 1})],
+)
+def test_modes_on_loopback_have_the_same_number_of_threads_in_all(
+    monkeypatch: pytest.MonkeyPatch, threads: int, of_plain: dict[str, int], of_pair: dict[str, int]
+):
+    begun: dict[str, int] = {}
+
+    def worker(role: str, threads: int, pair: Pair, *options: str) -> SimpleNamespace:
+        begun[role] = threads
+        return SimpleNamespace(end=lambda: None)
+
+    monkeypatch.setattr(ours_remote, "worker", worker)
+    for mode, wanted in (("plain", of_plain), ("auto", of_pair)):
+        served = ServedMode(f"{mode}@loopback", mode)
+        for kind, arguments in ((Loopback, (threads, Pair())), (LoadedServices, (_settings(threads=threads),))):
+            begun.clear()
+            kind(served, *arguments).__exit__()
+            assert begun == wanted
+
+
+def test_without_a_draft_a_worker_has_the_threads_that_were_asked_for():
+    plain = ServedMode("plain@loopback", "plain")
+    assert ours_remote.thread_shares(plain, 1, Pair("large", None)) == {"target": 1}
+
+
+def test_the_report_says_whose_threads_those_on_loopback_are():
+    names, settings = (
+        ("plain@loopback", "auto@loopback"),
+        {"threads": 1, "systems": ["plain@loopback", "auto@loopback"]},
+    )
+    assert threads_of({"settings": settings}, "as it was") == "1 thread (as it was)"
+    shared = {"settings": settings, "systems": {name: {"threads": 2} for name in names}}
+    assert threads_of(shared, "as it was") == "1 thread (2 for the workers of each MODE@loopback together)"
+    assert threads_of({"settings": {**settings, "systems": ["plain"]}}, "as it was") == "1 thread"
 
 
 # --- real engines, workers and clients

@@ -90,7 +90,7 @@ class Side(WithWorkers):
             options = [] if traces is None else ["--trace-file", str(traces / f"{role}.jsonl")]
             for name, value in self._link(role).items():
                 options += [f"--{name.replace('_', '-')}", value]
-            self._start([role], 1, Pair(), *options)
+            self._start({role: 1}, Pair(), *options)
 
     def _link(self, role: str) -> dict[str, str]:
         folder = self._certificates
