@@ -80,11 +80,11 @@ def rate(samples: Sequence[RunSample]) -> float:
 
 
 def decode_rate(samples: Sequence[RunSample]) -> float | None:
-    """Return the tokens after each run's first over the time that they took; None if a run did not tell it."""
+    """Return the tokens after each run's first arrival over the time they took; None if a run did not tell it."""
     decode_s = [sample.decode_s for sample in samples if sample.decode_s is not None]
     if len(decode_s) < len(samples) or not sum(decode_s):
         return None
-    return sum(sample.num_tokens - 1 for sample in samples) / sum(decode_s)
+    return sum(sample.num_decoded for sample in samples) / sum(decode_s)
 
 
 def wall_s_per_token(sample: RunSample) -> float:
@@ -93,10 +93,10 @@ def wall_s_per_token(sample: RunSample) -> float:
 
 
 def decode_s_per_token(sample: RunSample) -> float | None:
-    """Return seconds per token after the first; None if it was not told."""
-    if sample.decode_s is None or sample.num_tokens < 2:
+    """Return seconds per token after the first arrival; None if there was no other, or it was not told."""
+    if sample.decode_s is None or sample.num_decoded < 1:
         return None
-    return sample.decode_s / (sample.num_tokens - 1)
+    return sample.decode_s / sample.num_decoded
 
 
 def target_busy_fraction(samples: Iterable[RunSample]) -> float | None:

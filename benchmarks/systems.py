@@ -99,6 +99,11 @@ class RunSample:
     arrivals: Arrivals = ()
     told: Told | None = None
 
+    @property
+    def num_decoded(self) -> int:
+        """Return the tokens behind those that came first, which `decode_s` brought."""
+        return self.num_tokens - (self.arrivals[0][1] if self.arrivals else 1)
+
 
 Rounds = Sequence[Sequence[RunSample]]
 """A system's samples, [rounds][tasks]."""

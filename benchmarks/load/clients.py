@@ -52,10 +52,10 @@ class Outcome:
 
     @property
     def itl_s(self) -> float | None:
-        """Return the mean seconds per token after the first; None if there was no other."""
-        if self.ttft_s is None or self.num_tokens < 2:
+        """Return the mean seconds per token after the first arrival; None if there was no other."""
+        if self.ttft_s is None or self.num_tokens <= self.arrivals[0][1]:
             return None
-        return (self.arrivals[-1][0] - self.ttft_s) / (self.num_tokens - 1)
+        return (self.arrivals[-1][0] - self.ttft_s) / (self.num_tokens - self.arrivals[0][1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from benchmarks.__main__ import app
 from benchmarks.metrics import (
     bytes_per_token,
     decode_rate,
+    decode_s_per_token,
     hit_rate,
     inter_arrival_s,
     inter_token_s,
@@ -201,6 +202,14 @@ def test_counts_become_rates():
     here = stored_sample(sample=made_sample(wire=None))
     assert bytes_per_token([here]) is None
     assert decode_rate([stored_sample(sample=Sample(1.0, (1, 2)))]) is None
+
+
+def test_tokens_that_come_first_together_are_not_decoded_behind_them():
+    verified = stored_sample(sample=Sample(1.5, tuple(range(11)), 1.0, arrivals=((0.5, 3), (1.0, 4), (1.5, 4))))
+    assert decode_rate([verified]) == pytest.approx(8)
+    assert decode_s_per_token(verified) == pytest.approx(1 / 8)
+    at_once = stored_sample(sample=Sample(1.5, tuple(range(11)), 0.0, arrivals=((0.5, 11),)))
+    assert decode_s_per_token(at_once) is None
 
 
 def test_spec_benchs_numbers_are_its_own():
