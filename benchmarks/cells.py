@@ -47,8 +47,9 @@ class Cell:
         return paired_speedup(wall_times(self.run.samples[baseline]), wall_times(self.run.samples[system]))
 
     def rates(self) -> dict[str, Estimate]:
-        """Return tokens per second, prompts included, by system."""
-        return {name: estimate([rate(row) for row in rounds]) for name, rounds in self.run.samples.items()}
+        """Return tokens per second, prompts included, by system; a bare forward takes in no prompt."""
+        listed = {name: rounds for name, rounds in self.run.samples.items() if name != registry.BARE}
+        return {name: estimate([rate(row) for row in rounds]) for name, rounds in listed.items()}
 
     def to_dict(self) -> Record:
         """Return the cell in JSON types, with the samples from which all of it can be derived again."""
@@ -81,6 +82,7 @@ class Cells:
             "is_complete": self.is_complete,
             "num_rounds": min(cell.run.num_rounds for cell in self.cells),
             "neighbours_share": max(shares, default=None),
+            "num_compared": sum(cell.summary["num_compared"] for cell in self.cells),
             "num_differences": len(differences),
             "num_ties": sum(each["is_tie"] for each in differences),
             "differences": differences,

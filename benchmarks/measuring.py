@@ -20,7 +20,7 @@ from benchmarks.processes import Child
 from benchmarks.report.console import Progress
 from benchmarks.results_file import SWEEP, ResultsFile, Run, Writer
 from benchmarks.settings import Setup
-from benchmarks.summary import comparable_texts, reference_of
+from benchmarks.summary import comparable_texts, num_compared, reference_of
 from benchmarks.systems import Sample, Task, to_record
 from benchmarks.workloads import Prompt
 from specsplit.core.errors import InvalidSettings
@@ -177,19 +177,21 @@ def measure(
     Raises:
         SpecSplitError: the settings do not fit the models or the content of `output`, or it cannot be written.
     """
-    begun = _begun(output, header, tell)
-    if begun is not None and begun.summary is not None:
-        return Found(begun, begun.summary, was_interrupted=False)
     with ExitStack() as scope:
+        # Locked before it is read: another run would add rounds while this one loads, which this one would cut off.
+        writer = scope.enter_context(Writer(output))
+        begun = _begun(output, header, tell)
+        if begun is not None and begun.summary is not None:
+            return Found(begun, begun.summary, was_interrupted=False)
         bench = set_up(scope)
         header |= bench.facts()
         if begun is not None:
             _refuse_differences(begun, header)
         file = begun or ResultsFile(output or Path("this measurement"), header)
-        with Writer(output, file.num_kept_bytes) as writer:
-            if begun is None:
-                writer.add(header)
-            return _fill(bench, file, writer, progress)
+        writer.cut(file.num_kept_bytes)
+        if begun is None:
+            writer.add(header)
+        return _fill(bench, file, writer, progress)
 
 
 def _fill(bench: Bench, file: ResultsFile, writer: Writer, progress: Progress) -> Found | None:
@@ -325,6 +327,7 @@ def _ending(file: ResultsFile, found: Record, listed: Sequence[Record], share: f
         "neighbours_share": share,
         **found,
         "skipped": file.header["skipped"],
+        "num_compared": sum(num_compared(file.run(place)) for place in file.measured_points),
         "num_differences": len(listed),
         "num_ties": sum(item["is_tie"] for item in listed),
         "differences": list(listed),

@@ -228,15 +228,12 @@ def _taken(found: ResultsFile, block: list[Record], record: Record, end: int) ->
 class Writer:
     """Appends whole lines to a file, for the length of a `with` block; without a path it writes nothing.
 
-    Lines in the file behind `keep_bytes` (None: no line) are dropped when it is opened: they belong to a block measured
-    again.
-
     Raises:
         InvalidSettings: the file cannot be written, or another run is writing to it.
     """
 
-    def __init__(self, path: Path | None, keep_bytes: int | None = 0) -> None:
-        self._path, self._keep_bytes = path, keep_bytes
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -245,9 +242,6 @@ class Writer:
         try:
             self._file = self._path.open("ab", buffering=0)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._keep_bytes is not None:
-                with contextlib.suppress(OSError):  # a device such as /dev/full has nothing to drop
-                    os.ftruncate(self._file.fileno(), self._keep_bytes)
         except BlockingIOError as error:
             self.__exit__()
             raise InvalidSettings(f"Another run is writing to {self._path}; give this one another --output.") from error
@@ -261,6 +255,12 @@ class Writer:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def cut(self, keep_bytes: int) -> None:
+        """Drop what lies behind so many bytes: lines of a block that is measured again."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a device such as /dev/full has nothing to drop
+                os.ftruncate(self._file.fileno(), keep_bytes)
 
     def add(self, record: Mapping[str, object]) -> None:
         """Write one line, whole or not at all.

@@ -40,6 +40,13 @@ def comparable_texts(header: Record) -> frozenset[str]:
     return frozenset(name for name, system in header["systems"].items() if is_greedy or system["mode"] is not None)
 
 
+def num_compared(run: Run) -> int:
+    """Return how many texts of other systems can be compared with the reference's."""
+    reference, comparable = reference_of(list(run.samples)), comparable_texts(run.header)
+    rows = [row for name in run.samples if name in comparable and name != reference for row in run.samples[name]]
+    return sum(sample.token_ids is not None for row in rows for sample in row) if reference is not None else 0
+
+
 def summarise(run: Run) -> Record:
     """Return a summary by system; `run` has at least one whole round."""
     return {name: _system(run, name) for name in run.samples}

@@ -77,7 +77,7 @@ def check_output(path: Path | None) -> None:
     Raises:
         InvalidSettings: naming the reason.
     """
-    with Writer(path, keep_bytes=None):
+    with Writer(path):
         pass
 
 
@@ -88,5 +88,5 @@ def emit(record: Mapping[str, object], path: Path | None) -> None:
         InvalidSettings, ResourceError: the file cannot be written; stdout has the line already.
     """
     print(json.dumps(record, separators=(",", ":")), flush=True)
-    with Writer(path, keep_bytes=None) as writer:
+    with Writer(path) as writer:
         writer.add(record)

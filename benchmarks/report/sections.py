@@ -81,7 +81,8 @@ def _agreement(section: Section, file: ResultsFile, points: Sequence[str]) -> No
     if file.summary is None:
         section.text("Differences are listed once the file is whole.")
         return
-    section.text(systems.agreement(file.summary))
+    num_compared = sum(summary.num_compared(file.run(place)) for place in file.measured_points)  # older files lack it
+    section.text(systems.agreement({**file.summary, "num_compared": num_compared}))
     section.add([systems.differences(file.summary, points)])
 
 

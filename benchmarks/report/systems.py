@@ -116,8 +116,10 @@ def _known_limits(systems: Mapping[str, Record]) -> dict[str, Record]:
 
 
 def agreement(summary: Record) -> str:
-    """Return in a sentence whether all systems wrote the same."""
+    """Return in a sentence whether all systems wrote the same; lines that do not say how many compared some."""
     if not summary["differences"]:
+        if summary.get("num_compared") == 0:
+            return "No texts were compared: neither plain nor generate ran beside a system that must write the same."
         return "Every system that can be compared wrote the same tokens in every round."
     return f"{len(summary['differences'])} differences from the reference's text, {summary['num_ties']} of them ties."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.registry import BARE
 from benchmarks.report import plots, systems
 from benchmarks.report.plots import Plot
 from benchmarks.report.sections import warn
@@ -26,6 +27,8 @@ def of_cells(record: Record, path: Path, name: str) -> Section:
     # A line from before there were cells is one cell.
     alone = {"temperature": 0, "threads": settings["threads"], "tokens_per_s": record.get("tokens_per_s")}
     rates = {_cell_name(cell): cell["tokens_per_s"] for cell in record.get("cells", [alone])}
+    # Older lines have a rate of the bare forward, whose time has no prompt.
+    rates = {cell: {name: each for name, each in by.items() if name != BARE} for cell, by in rates.items()}
     title = "Tokens per second, prompt included"
     section.add([Plot(f"{name}-rates", title, plots.bars(title, rates, "tokens/s", digits=0))])
     listed = list(next(iter(rates.values())))

@@ -88,6 +88,7 @@ def made_file(header: dict[str, Any], records: list[dict[str, Any]]) -> ResultsF
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> Path:
     with Writer(path) as writer:
+        writer.cut(0)
         for record in records:
             writer.add(record)
     return path

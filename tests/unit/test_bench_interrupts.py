@@ -93,6 +93,7 @@ def test_an_undisturbed_run_is_whole_and_lists_differences(measure: Measure, tmp
     assert [(d["system"], d["position"], d["margin"]) for d in found.summary["differences"]] == [
         ("generate", 2, 0.5)
     ] * 2
+    assert found.summary["num_compared"] == NUM_ROUNDS * len(TASKS)
     agreement = found.summary["systems"]["generate"]["pooled"]["agreement"]
     assert (agreement["texts"], agreement["tokens_before_the_first_difference"]) == (0.0, 0.5)
 

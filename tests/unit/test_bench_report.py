@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ from benchmarks import summary
 from benchmarks.__main__ import app
 from benchmarks.report import page, plots
 from benchmarks.report.plots import Plot
-from benchmarks.report.tables import Section
+from benchmarks.report.tables import Section, Table, Text
 from benchmarks.research.rounds import profile, trace
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from tests.support.bench_runs import made_file, made_header, round_records, write_lines
@@ -45,8 +46,12 @@ def _header(**settings: Any) -> dict[str, Any]:
     return {**header, "settings": {**header["settings"], **chosen, **settings}, "provenance": ORIGIN, "left_out": []}
 
 
-def _run_file(path: Path, *, is_whole: bool = True, **settings: Any) -> Path:
-    header = _header(**settings)
+DIFFERENCE = {"system": "pingpong", "task": "a<b", "position": 3, "expected": 1, "got": 2, "margin": 1e-7}
+
+
+def _run_file(
+    path: Path, header: dict[str, Any], *, is_whole: bool = True, differences: Sequence[dict[str, Any]] = (DIFFERENCE,)
+) -> Path:
     records = [record for number in range(2 if is_whole else 1) for record in round_records(number, header)]
     ending = {
         "kind": "summary",
@@ -56,9 +61,9 @@ def _run_file(path: Path, *, is_whole: bool = True, **settings: Any) -> Path:
         "neighbours_share": 0.2,
         "systems": summary.summarise(made_file(header, records).run()),
         "skipped": {},
-        "num_differences": 1,
-        "num_ties": 1,
-        "differences": [{"system": "pingpong", "task": "a<b", "position": 3, "expected": 1, "got": 2, "margin": 1e-7}],
+        "num_differences": len(differences),
+        "num_ties": len(differences),
+        "differences": list(differences),
     }
     return write_lines(path, [header, *records, *([ending] if is_whole else [])])
 
@@ -75,7 +80,7 @@ def _page(*files: Path) -> str:
 
 
 def test_the_page_needs_no_network_and_follows_the_readers_palette(tmp_path: Path):
-    html = _page(_run_file(tmp_path / "a.jsonl"))
+    html = _page(_run_file(tmp_path / "a.jsonl", _header()))
     assert not re.search(r'(src|href)="(?!#)', html)
     assert "@import" not in html
     assert "url(http" not in html
@@ -87,29 +92,46 @@ def test_the_page_needs_no_network_and_follows_the_readers_palette(tmp_path: Pat
 
 
 def test_ids_of_several_plots_do_not_meet(tmp_path: Path):
-    html = _page(_run_file(tmp_path / "a.jsonl"), _run_file(tmp_path / "A.jsonl"))
+    html = _page(_run_file(tmp_path / "a.jsonl", _header()), _run_file(tmp_path / "A.jsonl", _header()))
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids)) > 20
     assert set(re.findall(r'(?:url\(|href=")#([^")]+)', html)) <= set(ids)
 
 
 def test_the_page_shows_differences_with_margins_and_escapes_names(tmp_path: Path):
-    html = _page(_run_file(tmp_path / "a.jsonl"))
+    html = _page(_run_file(tmp_path / "a.jsonl", _header()))
     assert "1.00e-07" in html
     assert "a&lt;b" in html
     assert "Others used 20% of the processors" in html
     assert "c0ffee" in html
 
 
+@pytest.mark.parametrize(
+    ("systems", "sentence"),
+    [
+        ({"plain": "plain", "auto": "auto"}, "Every system that can be compared wrote the same tokens"),
+        ({"auto": "auto", "pingpong": "pingpong"}, "No texts were compared"),
+        ({"plain": "plain"}, "No texts were compared"),
+    ],
+)
+def test_texts_agree_only_if_they_were_compared(tmp_path: Path, systems: dict[str, str], sentence: str):
+    header = {**_header(), "systems": made_header(2, **systems)["systems"]}
+    (section,) = page.build([_run_file(tmp_path / "a.jsonl", header, differences=())], _silent)
+    texts = [part.content for part in section.parts if isinstance(part, Text)]
+    assert [text.startswith(sentence) for text in texts].count(True) == 1
+
+
 def test_an_inflated_target_is_called_so_in_the_heading_and_in_every_plot(tmp_path: Path):
-    (section,) = page.build([_run_file(tmp_path / "a.jsonl", is_inflated=True)], _silent)
+    (section,) = page.build([_run_file(tmp_path / "a.jsonl", _header(is_inflated=True))], _silent)
     assert "(inflated)" in section.title
     assert [plot.title for plot in section.plots if not plot.title.endswith("(inflated)")] == []
-    assert "inflated)" not in "".join(s.title for s in page.build([_run_file(tmp_path / "b.jsonl")], _silent))
+    assert "inflated)" not in "".join(
+        s.title for s in page.build([_run_file(tmp_path / "b.jsonl", _header())], _silent)
+    )
 
 
 def test_a_run_that_is_not_whole_shows_its_whole_rounds_and_says_so(tmp_path: Path):
-    html = _page(_run_file(tmp_path / "a.jsonl", is_whole=False))
+    html = _page(_run_file(tmp_path / "a.jsonl", _header(), is_whole=False))
     assert "it has 1 of 2 rounds and no summary" in html
     assert "Differences are listed once the file is whole" in html
     assert "Speed-up" in html
@@ -145,7 +167,7 @@ def test_a_missing_file_and_an_output_that_cannot_be_written_are_told(tmp_path: 
 
 
 def test_the_command_writes_the_page_and_each_plot_light_and_dark(tmp_path: Path):
-    run = _run_file(tmp_path / "a.jsonl")
+    run = _run_file(tmp_path / "a.jsonl", _header())
     found = CliRunner().invoke(
         app, ["report", str(run), "--output", str(tmp_path / "r.html"), "--plots", str(tmp_path / "plots")]
     )
@@ -162,9 +184,18 @@ def test_every_results_file_of_this_repository_has_its_section():
     assert len(page.build(files, _silent, needs_commit=False)) >= len(files) > 0
 
 
+def test_older_rates_of_a_bare_forward_are_not_shown_with_the_prompts():
+    smoke = Path(page.__file__).parents[1] / "results" / "smoke.jsonl"
+    assert "bare" in json.loads(smoke.read_text(encoding="utf-8").splitlines()[-1])["cells"][0]["tokens_per_s"]
+    (section,) = page.build([smoke], _silent, needs_commit=False)
+    (rates,) = [part for part in section.parts if isinstance(part, Table) and part.columns[0] == "system"]
+    systems = [row[0] for row in rates.rows]
+    assert ("plain" in systems, "bare" in systems) == (True, False)
+
+
 @pytest.mark.parametrize("origin", [{"has_uncommitted_changes": True}, {"commit": "unknown"}])
 def test_a_result_that_no_commit_gives_again_is_refused(tmp_path: Path, origin: dict[str, object]):
-    path = _run_file(tmp_path / "a.jsonl")
+    path = _run_file(tmp_path / "a.jsonl", _header())
     header, *lines = path.read_text(encoding="utf-8").splitlines()
     changed = {**json.loads(header), "provenance": {**ORIGIN, **origin}}
     path.write_text("\n".join([json.dumps(changed), *lines]) + "\n", encoding="utf-8")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import resource
 import signal
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from benchmarks import results_file
+from benchmarks import measuring, results_file
+from benchmarks.report.console import Progress
 from benchmarks.results_file import SWEEP, Writer, read
 from benchmarks.systems import Sample, from_record, to_record
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
@@ -49,7 +51,8 @@ def test_only_whole_rounds_count_and_a_torn_last_line_is_ignored(tmp_path: Path)
     assert "1 of 2 rounds" in found.status
     assert [len(rounds) for rounds in found.run().samples.values()] == [1, 1]
     assert found.run().categories == {"code": [0], "prose": [1]}
-    with Writer(path, found.num_kept_bytes) as writer:
+    with Writer(path) as writer:
+        writer.cut(found.num_kept_bytes)
         for record in [*round_records(1, header), {"kind": "summary", "id": "made up"}]:
             writer.add(record)
     again = read(path)
@@ -130,6 +133,23 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path):
             writer.add({"kind": "sample", "filler": "x" * 100})
     assert path.stat().st_size == size
     assert read(path).num_rounds == 0
+
+
+def test_a_run_that_loads_has_its_file_for_itself(tmp_path: Path):
+    path, seen = tmp_path / "a.jsonl", list[int]()
+
+    def set_up(scope: ExitStack) -> measuring.Bench:
+        with pytest.raises(InvalidSettings, match="Another run"), Writer(path):
+            pass
+        seen.append(path.stat().st_size)
+        raise ResourceError("There is no memory.")
+
+    header = measuring.new_header("run", {"num_rounds": 1}, [])
+    write_lines(path, [header])
+    size = path.stat().st_size
+    with pytest.raises(ResourceError, match="memory"):
+        measuring.measure(path, header, set_up, Progress(Console(quiet=True)), lambda line: None)
+    assert (seen, path.stat().st_size) == ([size], size)
 
 
 def test_two_runs_never_write_to_one_file(tmp_path: Path):

@@ -299,7 +299,7 @@ def test_a_reference_that_contradicts_itself_is_a_difference():
 
 
 FACTS = {"wire_bytes": {"target sent": 232.0}, "exchange_s": 0.02}
-SUMMARY = {"neighbours_share": 0.0, "differences": []}
+SUMMARY = {"neighbours_share": 0.0, "num_compared": 0, "differences": []}
 
 
 def _cells(systems: dict[str, Sample] | None = None, num_rounds: int = 3) -> Cells:
@@ -356,6 +356,7 @@ def test_the_json_line_is_one_line_of_plain_json_and_goes_to_the_file_too(
     assert cell["samples"]["pingpong-no-lookup"]["wall_s"] == [[1.0] * 3] * 3
     assert cell["samples"]["pingpong-no-lookup"]["num_rounds"] == [[2] * 3] * 3
     assert cell["tokens_per_s"]["auto"]["median"] == pytest.approx(5 / 0.8)
+    assert "bare" not in cell["tokens_per_s"], "a bare forward takes in no prompt"
 
 
 @pytest.mark.slow
@@ -367,7 +368,7 @@ def test_a_real_smoke_checks_every_bar_however_few_tokens_are_made(tmp_path: Pat
     record = json.loads(found.stdout.splitlines()[-1])
     assert path.read_text(encoding="utf-8") == found.stdout
     assert {bar["id"] for bar in record["bars"]} == {"P1", "P2", "P3", "P4", "P8", "P9"}
-    assert all(cell["tokens_per_s"].keys() == set(smoke.SYSTEMS) for cell in record["cells"])
+    assert all(cell["tokens_per_s"].keys() == {*smoke.SYSTEMS} - {"bare"} for cell in record["cells"])
     assert (record["is_complete"], record["num_rounds"], record["num_differences"]) == (True, 1, 0)
 
 
