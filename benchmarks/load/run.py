@@ -61,6 +61,8 @@ class Bench:
             tasks, left_out = measuring.encoded(referee, prompts, settings)
             if left_out:
                 raise InvalidRequest(f"{left_out[0]} and its new tokens do not fit the context.", param="new_tokens")
+        if ENDPOINT in self._children:
+            self.systems[ENDPOINT] = self._children[ENDPOINT].ask("dialect")
         self._tasks = tasks
         workers = [child.ask("pids") for name, child in self._children.items() if "@" in name]
         self.pids = [*(child.pid for child in self._children.values()), *chain(*workers)]

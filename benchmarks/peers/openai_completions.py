@@ -173,9 +173,16 @@ class Answer:
             wall_s,
             tuple(self._token_ids) if are_known else None,
             decode_s if decode_s > 0 else None,
-            arrivals=tuple(arrivals),
+            arrivals=tuple(_spread(arrivals, num_tokens)),
             num_tokens=num_tokens,
         )
+
+
+def _spread(arrivals: Sequence[tuple[float, int]], num_tokens: int) -> list[tuple[float, int]]:
+    """Spread the tokens that no chunk told evenly over the chunks; the first one has its own alone, the prompt's."""
+    rest, more = max(1, len(arrivals) - 1), max(0, num_tokens - sum(count for _, count in arrivals))
+    shares = [0] * (len(arrivals) - rest) + [more * (i + 1) // rest - more * i // rest for i in range(rest)]
+    return [(at_s, count + share) for (at_s, count), share in zip(arrivals, shares, strict=True)]
 
 
 class LoadedEndpoint:
@@ -187,7 +194,7 @@ class LoadedEndpoint:
     def __init__(self, endpoint: Endpoint) -> None:
         # Token ids are of no use here, and a server that cannot tell them may well go past the end of its text.
         self._server = connect(f"The server at {endpoint.url}", endpoint.url, endpoint.model, endpoint.key, _PAST_EOS)
-        self._endpoint = endpoint
+        self._endpoint, self.dialect = endpoint, self._server.dialect
 
     def drive(self, load: Load, tasks: Sequence[Task]) -> list[Outcome]:
         """Put the load on the server until every request has ended."""

@@ -57,8 +57,7 @@ async def connect(stack: AsyncExitStack, addresses: Mapping[str, str], *, waits_
 def thread_shares(mode: ServedMode, threads: int, pair: Pair) -> dict[str, int]:
     """Return the threads of each worker of a mode, by role; `threads` is what the workers share.
 
-    The two take turns, but a team of threads that waits spins on the other's cores. Of an odd number the target has
-    the thread more.
+    The two take turns, but a team of threads that waits spins on the other's cores.
     """
     whole = loopback_threads(threads, pair)
     return {"target": whole - whole // 2, "draft": whole // 2} if mode.loads_draft else {"target": whole}

@@ -44,10 +44,22 @@ def of_load(record: Record, path: Path, name: str) -> Section:
         for system, each in point["systems"].items():
             if each["num_failed"]:
                 section.warn(f"{system}, {load_name(point)}: {each['num_failed']} requests failed: {each['errors'][0]}")
+    _warn_of_short_answers(section, record)
     for temperature in dict.fromkeys(point["temperature"] for point in points):
         section.add([_plot(name, temperature, [each for each in points if each["temperature"] == temperature])])
     section.origin(record)
     return section
+
+
+def _warn_of_short_answers(section: Section, record: Record) -> None:
+    """Say which systems made fewer tokens than they were asked for, so that their requests took less time."""
+    lengths = record["settings"]["lengths"]
+    for point in record["points"]:
+        for name, rounds in point.get("samples", {}).items():
+            done = [each for row in rounds for each in row if each[-1] == "done"]
+            made, asked = sum(each[-2] for each in done), sum(lengths[each[0] % len(lengths)] for each in done)
+            if made < asked:
+                section.warn(f"{name}, {load_name(point)}: {made} tokens were made of {asked} that were asked for.")
 
 
 def _title(record: Record) -> str:

@@ -28,6 +28,8 @@ class Habits:
     """Of every completion."""
     stops_after: int = 1_000_000
     """Tokens, unless it is told to go past the end of its text."""
+    tokens_a_chunk: int = 1
+    """After the first chunk, which has one."""
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @property
@@ -81,6 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._event({"error": {"message": "out of memory"}})
                 break
             choice: dict[str, Any] = {"index": 0, "text": f" {number}", "finish_reason": None, "logprobs": None}
+            if number % self.habits.tokens_a_chunk:
+                continue
             if body.get("return_token_ids"):
                 choice["token_ids"] = [number]
             self._event({"choices": [choice]})

@@ -22,7 +22,7 @@ from benchmarks.peers.ours import LoadedEngines
 from benchmarks.peers.ours_remote import LoadedServices, Loopback
 from benchmarks.peers.transformers_ways import BatchedGenerate, load
 from benchmarks.report import page
-from benchmarks.report.tables import threads_of
+from benchmarks.report.tables import Text, threads_of
 from benchmarks.settings import Pair, ServedMode
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, Overloaded, WorkerFailed
@@ -272,6 +272,15 @@ def test_an_endpoint_is_driven_with_texts_and_its_refusals_are_read():
         assert all("out of memory" in str(each.error) for each in system.drive(ClosedLoop(1), tasks))
 
 
+def test_tokens_that_no_chunk_tells_are_spread_over_the_chunks():
+    tasks = [Task("a", (), 10, text="def f(")]
+    with serving(Habits(tokens_a_chunk=3)) as habits:
+        (outcome,) = LoadedEndpoint(Endpoint(habits.url)).drive(ClosedLoop(1), tasks)
+        (alone,) = LoadedEndpoint(Endpoint(habits.url)).drive(ClosedLoop(1), [replace(tasks[0], num_tokens=3)])
+    assert ([count for _, count in outcome.arrivals], outcome.num_tokens) == ([1, 3, 3, 3], 10)
+    assert [count for _, count in alone.arrivals] == [3]
+
+
 def test_a_load_on_a_server_is_one_line_without_the_key(tmp_path: Path):
     path = tmp_path / "load.jsonl"
     sizes = ["--clients", "1,2", "--requests", "4", "--prompts", "2", "--new-tokens", "2,3", "--rounds", "2"]
@@ -289,6 +298,19 @@ def test_a_load_on_a_server_is_one_line_without_the_key(tmp_path: Path):
     (section,) = page.build([path], lambda name: None, needs_commit=False)
     assert section.title.startswith("load.jsonl: endpoint under 1, 2 clients and an open loop, T 0, ")
     assert habits.url in page.render([section], lambda name: None)
+
+
+def test_a_server_that_stops_early_is_told_in_the_line_and_the_report(tmp_path: Path):
+    path = tmp_path / "load.jsonl"
+    sizes = ["--clients", "1", "--requests", "2", "--prompts", "1", "--new-tokens", "4,6", "--rounds", "1"]
+    with serving(Habits(takes_extra_fields=False, stops_after=3)) as habits:
+        found = CliRunner().invoke(app, ["load", "--url", habits.url, *sizes, "--output", str(path)])
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["systems"] == {"endpoint": {"takes_token_ids": True, "goes_past_eos": False}}
+    (section,) = page.build([path], lambda name: None, needs_commit=False)
+    warnings = " ".join(part.content for part in section.parts if isinstance(part, Text) and part.is_warning)
+    assert "endpoint takes no fields beyond the protocol: it may stop" in warnings
+    assert "endpoint, T 0, 1 client: 6 tokens were made of 10 that were asked for." in warnings
 
 
 def test_every_section_of_the_recorded_loads_has_a_title_of_its_own():
