@@ -40,7 +40,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 
 NewTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt, the same for every system.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often every system does every prompt.")]
-_SHARED = "Threads of each system; workers of MODE@loopback share them, with a draft two or more in every mode."
+_SHARED = "Threads of each system; the two workers of a MODE@loopback share them, and each has one at least."
 Threads = Annotated[int, typer.Option(min=1, help=_SHARED)]
 Output = Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)]
 Resumed = Annotated[Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)]

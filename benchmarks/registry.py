@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any, get_args
 
 from benchmarks.processes import Factory, Served
-from benchmarks.settings import Pair, ServedMode, Setup, loopback_threads
+from benchmarks.settings import Pair, ServedMode, Setup
 from specsplit.core.defaults import DRAFTLESS, Mode
 from specsplit.core.errors import InvalidRequest
 
@@ -66,8 +66,7 @@ def find(name: str, setup: Setup) -> Entry:
     Raises:
         InvalidRequest: there is none, or it needs a draft or an address that was not given.
     """
-    variant, _, place = name.partition("@")
-    mode = variant.removesuffix(NO_LOOKUP).removesuffix(WITH_DRAFT)
+    mode, place = _mode_of(name), name.partition("@")[2]
     if name.startswith(_SERVER):
         entry = _server(name)
     elif name == BARE:
@@ -116,7 +115,14 @@ def _mode(name: str, mode: str, place: str) -> Entry:
 
 def facts_of_place(name: str, setup: Setup) -> dict[str, object]:
     """Return the threads of the workers of MODE@loopback together; nothing for systems in other places."""
-    return {"threads": loopback_threads(setup.threads, setup.pair)} if name.endswith("@loopback") else {}
+    if not name.endswith("@loopback"):
+        return {}
+    shares = served_mode(name, _mode_of(name), setup).thread_shares(setup.threads)
+    return {"threads": sum(shares.values())}
+
+
+def _mode_of(name: str) -> str:
+    return name.partition("@")[0].removesuffix(NO_LOOKUP).removesuffix(WITH_DRAFT)
 
 
 def served_mode(name: str, mode: str, setup: Setup) -> ServedMode:

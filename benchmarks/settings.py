@@ -29,15 +29,6 @@ def chosen_pair(target: str | None, draft: str | None, dtype: str = "fp32", devi
     return Pair(target or EMBEDDED, draft if target else draft or EMBEDDED, dtype, device)
 
 
-def loopback_threads(threads: int, pair: Pair) -> int:
-    """Return the threads that the worker processes of one system have together in its place `@loopback`.
-
-    All modes have as many, so that a ratio of two compares them on the same cores. The workers of a mode that asks a
-    draft are two and need one thread each, so beside a draft the worker of plain decoding has two at least as well.
-    """
-    return max(threads, 1 if pair.draft is None else 2)
-
-
 def is_inflated(source: str) -> bool:
     """Return whether the configuration in a folder says that the model was inflated (see research/inflate.py)."""
     try:
@@ -74,6 +65,16 @@ class ServedMode:
     @property
     def loads_draft(self) -> bool:
         return self.mode not in DRAFTLESS or self.is_beside_draft
+
+    def thread_shares(self, threads: int) -> dict[str, int]:
+        """Return the threads of each worker process in its place `@loopback`, by role; `threads` is what they share.
+
+        The two take turns, but a team of threads that waits spins on the other's cores. Of one thread each has one, as
+        on two machines.
+        """
+        if not self.loads_draft:
+            return {"target": threads}
+        return {"target": threads - threads // 2, "draft": max(1, threads // 2)}
 
     def settings(self) -> OrchestratorSettings:
         """Return the settings of its rounds.

@@ -12,7 +12,7 @@ from benchmarks.peers import bare_exchange, costs
 from benchmarks.peers.ours import OnLoop, Ours, request_of
 from benchmarks.processes import WorkerProcess
 from benchmarks.proxy import Proxy
-from benchmarks.settings import Pair, ServedMode, Shape, loopback_threads
+from benchmarks.settings import Pair, ServedMode, Shape
 from benchmarks.systems import Task
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
@@ -52,15 +52,6 @@ async def connect(stack: AsyncExitStack, addresses: Mapping[str, str], *, waits_
         orchestrator=override(OrchestratorSettings(), retry=_RETRY_S),
     )
     return await stack.enter_async_context(remote_workers(settings, waits_when_full=waits_when_full))
-
-
-def thread_shares(mode: ServedMode, threads: int, pair: Pair) -> dict[str, int]:
-    """Return the threads of each worker of a mode, by role; `threads` is what the workers share.
-
-    The two take turns, but a team of threads that waits spins on the other's cores.
-    """
-    whole = loopback_threads(threads, pair)
-    return {"target": whole - whole // 2, "draft": whole // 2} if mode.loads_draft else {"target": whole}
 
 
 class WithWorkers(OnLoop):
@@ -107,7 +98,7 @@ class Loopback(Services):
 
     def __init__(self, mode: ServedMode, threads: int, pair: Pair) -> None:
         super().__init__(mode, {})
-        self._start(thread_shares(mode, threads, pair), pair)
+        self._start(mode.thread_shares(threads), pair)
 
     def wire_bytes(self, prompt_ids: tuple[int, ...]) -> dict[str, float]:
         """Return the bytes per round on each link and in each direction, TCP payload, for trees of 32 nodes.
@@ -145,7 +136,7 @@ class LoadedServices(WithWorkers):
     """One mode over worker processes, its own or named ones; a request that finds slots and queue full is refused."""
 
     def __init__(self, mode: ServedMode, settings: LoadSettings) -> None:
-        shares = thread_shares(mode, settings.threads, settings.pair)
+        shares = mode.thread_shares(settings.threads)
         addresses = dict(zip(shares, (settings.target_address, settings.draft_address), strict=False))
         super().__init__({role: place for role, place in addresses.items() if place and mode.name.endswith("@remote")})
         self._mode = mode

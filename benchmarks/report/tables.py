@@ -117,8 +117,10 @@ def threads_of(header: Record, of_older: str) -> str:
     places = [name for name in settings.get("systems", facts) if name.endswith("@loopback")]
     if not places:
         return named
-    shared = facts.get(places[0], {}).get("threads")
-    return f"{named} ({of_older if shared is None else f'{shared} for the workers of each MODE@loopback together'})"
+    shares = [facts.get(name, {}).get("threads") for name in places]
+    if None in shares:
+        return f"{named} ({of_older})"
+    return f"{named} (workers together: {', '.join(f'{name} {share}' for name, share in zip(places, shares, strict=True))})"
 
 
 def models_of(settings: Record) -> str:

@@ -175,9 +175,9 @@ def test_what_cannot_be_measured_is_refused_in_the_users_words(changes: dict[str
 
 @pytest.mark.parametrize(
     ("threads", "of_plain", "of_pair"),
-    [(1, {"target": 2}, {"target": 1, "draft": 1}), (3, {"target": 3}, {"target": 2, "draft": 1})],
+    [(1, {"target": 1}, {"target": 1, "draft": 1}), (3, {"target": 3}, {"target": 2, "draft": 1})],
 )
-def test_modes_on_loopback_have_the_same_number_of_threads_in_all(
+def test_the_workers_of_a_mode_on_loopback_share_its_threads(
     monkeypatch: pytest.MonkeyPatch, threads: int, of_plain: dict[str, int], of_pair: dict[str, int]
 ):
     begun: dict[str, int] = {}
@@ -195,19 +195,15 @@ def test_modes_on_loopback_have_the_same_number_of_threads_in_all(
             assert begun == wanted
 
 
-def test_without_a_draft_a_worker_has_the_threads_that_were_asked_for():
-    plain = ServedMode("plain@loopback", "plain")
-    assert ours_remote.thread_shares(plain, 1, Pair("large", None)) == {"target": 1}
-
-
 def test_the_report_says_whose_threads_those_on_loopback_are():
     names, settings = (
         ("plain@loopback", "auto@loopback"),
         {"threads": 1, "systems": ["plain@loopback", "auto@loopback"]},
     )
     assert threads_of({"settings": settings}, "as it was") == "1 thread (as it was)"
-    shared = {"settings": settings, "systems": {name: {"threads": 2} for name in names}}
-    assert threads_of(shared, "as it was") == "1 thread (2 for the workers of each MODE@loopback together)"
+    shared = {"settings": settings, "systems": {name: {"threads": count} for count, name in enumerate(names, 1)}}
+    told = "1 thread (workers together: plain@loopback 1, auto@loopback 2)"
+    assert threads_of(shared, "as it was") == told
     assert threads_of({"settings": {**settings, "systems": ["plain"]}}, "as it was") == "1 thread"
 
 
