@@ -120,7 +120,8 @@ def threads_of(header: Record, of_older: str) -> str:
     shares = [facts.get(name, {}).get("threads") for name in places]
     if None in shares:
         return f"{named} ({of_older})"
-    return f"{named} (workers together: {', '.join(f'{name} {share}' for name, share in zip(places, shares, strict=True))})"
+    told = [f"{name} {share}" for name, share in zip(places, shares, strict=True)]
+    return f"{named} (workers together: {', '.join(told)})"
 
 
 def models_of(settings: Record) -> str:
