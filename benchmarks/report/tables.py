@@ -118,10 +118,8 @@ def threads_of(header: Record, of_older: str) -> str:
     if not places:
         return named
     shares = [facts.get(name, {}).get("threads") for name in places]
-    if None in shares:
-        return f"{named} ({of_older})"
     told = [f"{name} {share}" for name, share in zip(places, shares, strict=True)]
-    return f"{named} (workers together: {', '.join(told)})"
+    return f"{named} ({of_older if None in shares else 'workers together: ' + ', '.join(told)})"
 
 
 def models_of(settings: Record) -> str:
