@@ -42,19 +42,21 @@ _Value = tuple[str, str, Callable[[WorkerStatistics], float]]
 
 
 def _kv_cache_share(statistics: WorkerStatistics) -> float:
-    """Return the share of the KV cache in use, by bytes if there is a budget of them, else by slots."""
-    used, whole = statistics.used_bytes, statistics.budget_bytes
-    if not whole:
-        used, whole = statistics.num_slots_used, statistics.num_slots
-    return used / whole if whole else 0.0
+    """Return the share of the KV cache in use, of its slots or of its bytes: whichever is full first lets nobody in."""
+    slots, whole = (statistics.num_slots_used, statistics.num_slots), (statistics.used_bytes, statistics.budget_bytes)
+    return max(used / there if there else 0.0 for used, there in (slots, whole))
 
 
 _GAUGES: tuple[_Value, ...] = (
     ("num_requests_running", "Sessions that are open; of a stage, slots that hold rows.", lambda s: s.num_sessions),
     ("num_requests_waiting", "Openings that wait for a slot.", lambda s: s.num_waiting),
-    ("kv_cache_usage_perc", "Share of the KV cache in use, 1 if it is full.", _kv_cache_share),
+    (
+        "kv_cache_usage_perc",
+        "Share of the KV cache in use, of its slots or of its bytes: the larger one.",
+        _kv_cache_share,
+    ),
     ("kv_cache_used_bytes", "Bytes of the KV cache in use; 0 if unknown.", lambda s: s.used_bytes),
-    ("kv_cache_budget_bytes", "Bytes that the KV cache may use; 0 without a budget.", lambda s: s.budget_bytes),
+    ("kv_cache_budget_bytes", "Bytes that the KV cache may use; 0 if unknown.", lambda s: s.budget_bytes),
     ("num_slots", "KV slots.", lambda s: s.num_slots),
     ("num_slots_used", "KV slots in use.", lambda s: s.num_slots_used),
     (

@@ -54,7 +54,7 @@ class WorkerStatistics:
     used_bytes: int = 0
     """Bytes of the KV cache in use; 0 if unknown."""
     budget_bytes: int = 0
-    """Bytes that the KV cache may use; 0 if there is no budget."""
+    """Bytes that the KV cache may use: all slots in full, or what was set; 0 if unknown."""
     steps: StepCounts = field(default_factory=StepCounts)
     trees: TreeCounts = field(default_factory=TreeCounts)
     num_reused_tokens: int = 0
