@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from specsplit.core.types import Proposal, SessionParams
+from specsplit.engine.session import SessionTable
 from specsplit.target.engine import TargetEngine
 from specsplit.telemetry.prometheus import WorkerMetrics
 from specsplit.telemetry.statistics import WorkerStatistics
@@ -47,3 +51,34 @@ async def test_long_texts_fill_the_kv_cache_before_its_slots() -> None:
 async def test_a_kv_cache_of_which_nothing_is_known_is_empty() -> None:
     assert kv_usage(WorkerStatistics()) == 0
     assert kv_usage(WorkerStatistics(num_slots=4, num_slots_used=1)) == 1 / 4
+
+
+class ChangingRows(list[int]):
+    """Rows by slot; whoever reads them while another thread takes a slot is interrupted by that."""
+
+    def __init__(self, rows: list[int], take: Callable[[], object]) -> None:
+        super().__init__(rows)
+        self._take: Callable[[], object] | None = take
+
+    def __getitem__(self, index: Any) -> Any:
+        take, self._take = self._take, None
+        if take is not None:
+            take()
+        return super().__getitem__(index)
+
+
+def test_the_rows_of_warm_slots_may_change_while_they_are_read() -> None:
+    model, _ = hash_model("target", max_sessions=3, context=96)
+    sessions = SessionTable(model)
+    for key in ("a", "bb", "ccc"):
+        turn = script(SessionParams(), [3 + len(key)] * 32, 0, 1, key)
+        session = sessions.enter(turn, None)
+        session.extend(turn.tail)
+        session.answer = "an answer"
+        sessions.leave(session)
+        sessions.close(key)
+    slots = sessions.slots
+    assert slots.num_warm == 3
+    slots.rows.reserved = ChangingRows(slots.rows.reserved, lambda: slots.take(32))
+    assert slots.num_warm_rows > 0
+    assert slots.num_warm == 2, "one was given up meanwhile"
