@@ -71,7 +71,7 @@ _COUNTERS: tuple[_Value, ...] = (
     ("num_preemptions", "Sessions that lost their rows to older ones.", lambda s: s.num_preempted),
     ("prefix_cache_hits", "Tokens whose rows a new session found.", lambda s: s.num_reused_tokens),
     ("steps", "Forwards.", lambda s: s.steps.num_steps),
-    ("step_seconds", "Seconds of forwards.", lambda s: s.steps.busy_s),
+    ("step_seconds", "Seconds with a forward under way.", lambda s: s.steps.busy_s),
     ("step_tokens", "Tokens that were forwarded.", lambda s: s.steps.num_rows),
     ("step_sequences", "Sessions in these forwards, each forward's counted anew.", lambda s: s.steps.num_sequences),
 )

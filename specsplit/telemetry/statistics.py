@@ -20,6 +20,9 @@ class StepCounts:
     num_sequences: int = 0
     """Sessions in these steps, each step's counted anew."""
     busy_s: float = 0.0
+    """Seconds with a step under way; the time of several at once counts once."""
+    busy_until_s: float = field(default=0.0, compare=False)
+    """When the last of them ended, on the perf_counter clock of whoever counts."""
 
 
 @dataclass(slots=True)
