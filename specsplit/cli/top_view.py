@@ -58,7 +58,7 @@ class Row:
     num_waiting: int = 0
     num_running: int = 0
     used_bytes: int = 0
-    """0 if unknown; `budget_bytes` is 0 also where there is no budget."""
+    """0 if unknown, as is `budget_bytes`, which all slots in full take without a budget."""
     budget_bytes: int = 0
     steps_per_s: float | None = None
     busy_share: float | None = None

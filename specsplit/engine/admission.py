@@ -129,6 +129,11 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiters)
 
+    @property
+    def sessions(self) -> set[str]:
+        """The sessions that wait."""
+        return {waiter.opening.session for waiter in self._waiters}
+
     def slot_freed(self) -> None:
         """Let the first one try, since a slot has become free; any thread may call this."""
         if self._loop is not None:

@@ -270,17 +270,19 @@ class Batch:
     """The tasks of one step with their sequences, in the same order; its forward begins when it is made.
 
     `parts` says of some tasks how many of their next rows go; the others go with all. A batch that was under way while
-    another one was `is_overlapped`: its time is not its own.
+    another one was `is_overlapped`: its time is not its own. Since `busy_since_s` some batch was always under way, and
+    `after_s` is when the last one ended before this one did.
     """
 
-    __slots__ = ("is_overlapped", "parts", "sequences", "start_s", "tasks")
+    __slots__ = ("after_s", "busy_since_s", "is_overlapped", "parts", "sequences", "start_s", "tasks")
 
     def __init__(self, tasks: Sequence[Task], parts: Mapping[Task, int] = _ALL, beside: Collection[Batch] = ()) -> None:
         self.tasks, self.parts, self.is_overlapped = tasks, parts, bool(beside)
+        self.sequences: list[SequenceInput] = []
+        self.start_s = self.busy_since_s = time.perf_counter()
         for other in beside:
             other.is_overlapped = True
-        self.sequences: list[SequenceInput] = []
-        self.start_s = time.perf_counter()
+            self.busy_since_s = min(self.busy_since_s, other.busy_since_s)
         for task in tasks:
             assert task.sequence is not None, "a task that is ready has one"
             self.sequences.append(task.next_rows(parts[task]) if task in parts else task.sequence)
@@ -304,7 +306,9 @@ class Batch:
         elapsed_ms = (end_s - self.start_s) * 1e3
         counts.num_steps += 1
         counts.num_sequences += len(self.sequences)
-        counts.busy_s += elapsed_ms / 1e3
+        self.after_s = counts.busy_until_s
+        counts.busy_s += end_s - max(self.busy_since_s, self.after_s)
+        counts.busy_until_s = end_s
         rows_before = counts.num_rows
         for task, sequence in zip(self.tasks, self.sequences, strict=True):
             task.is_pending = False

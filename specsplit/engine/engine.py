@@ -140,7 +140,7 @@ class Engine:
 
     async def sweep(self) -> int:
         """Free the sessions that have expired and return how many they were."""
-        num_freed, _ = await self._work.run(None, at_once(self._sessions.sweep))
+        num_freed, _ = await self._work.run(None, at_once(partial(self._sessions.sweep, self._admission.sessions)))
         return num_freed
 
     @property

@@ -7,7 +7,8 @@ A session that was preempted keeps its place, and comes back when another one ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from specsplit.core.record import record
 from specsplit.engine.admission import aged
@@ -28,12 +29,12 @@ class Rank:
 
 @record
 class _Preempted:
-    """A session that lost its rows, whose it is, and how many had ended by then."""
+    """A session that lost its rows, whose it is, how many had ended by then, and when its client was there last."""
 
     rank: Rank
     caller: str
     num_ended: int
-    preempted_s: float
+    seen_s: float
 
 
 class Seniority:
@@ -88,7 +89,10 @@ class Seniority:
         preempted = self._preempted.get(key)
         return preempted is None or not self._ranks or preempted.num_ended < self._num_ended
 
-    def sweep(self, expired_s: float) -> None:
-        """Forget sessions that were preempted before `expired_s` and did not come back."""
-        for key in [key for key, preempted in self._preempted.items() if preempted.preempted_s <= expired_s]:
-            del self._preempted[key]
+    def sweep(self, expired_s: float, waiting: Collection[str] = ()) -> None:
+        """Forget preempted sessions whose clients were there before `expired_s` last; those of `waiting` are there."""
+        for key, preempted in list(self._preempted.items()):
+            if key in waiting:
+                self._preempted[key] = replace(preempted, seen_s=self._now())
+            elif preempted.seen_s <= expired_s:
+                del self._preempted[key]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 
 import torch
@@ -354,15 +354,15 @@ class SessionTable:
             session.check_integrity()
         self.slots.check_integrity()
 
-    def sweep(self) -> int:
-        """Free the sessions that were not used for the time to live, and return how many they were."""
+    def sweep(self, waiting: Collection[str] = ()) -> int:
+        """Free the sessions not used for the time to live, and return how many; `waiting` ones keep their places."""
         expired_s, count = self._now() - self._ttl_s, 0
         # `_idle` is ordered by last use, so the first one that has not expired ends the search.
         while (expired := next(iter(self.idle.values()), None)) is not None and expired.last_used_s <= expired_s:
             expired.log("lost", f"its client was silent for {self._ttl_s:g} s")
             self._end(expired)
             count += 1
-        self.seniority.sweep(expired_s)
+        self.seniority.sweep(expired_s, waiting)
         return count
 
     def _evict(self) -> bool:

@@ -90,8 +90,8 @@ class Slots:
 
     @property
     def num_warm_rows(self) -> int:
-        """Rows of warm slots."""
-        return sum(self.rows.reserved[index] for index in self._warm)
+        """Rows of warm slots; any thread may ask, of a moment ago."""
+        return sum(self.rows.reserved[index] for index in list(self._warm))
 
     def begin(
         self, tail: Sequence[int], salt: str, sessions: Collection[Holder], num_rows: int

@@ -58,7 +58,6 @@ class VerificationBudget:
         self._session_s = RunningMedian(0.0)
         self.tree_s = 0.0
         """Seconds that a session's having a tree takes, beside its rows."""
-        self._last_end_s = -math.inf
         self._turns = DeficitRoundRobin(QUANTUM_NODES)
 
     def cut(self, tasks: Sequence[Task], step: PromptBudget) -> None:
@@ -106,8 +105,8 @@ class VerificationBudget:
 
         `pair_s` is the seconds that a row takes for each token before it.
         """
-        period_s = min(end_s - self._last_end_s, IDLE * (end_s - batch.start_s))
-        self._last_end_s = end_s
+        # From the end of the step before it, whatever that was: the time of another one is not this one's.
+        period_s = min(end_s - batch.after_s, IDLE * (end_s - batch.start_s))
         if self.times is None or batch.parts or batch.is_overlapped:
             return
         rows, num_sessions = sum(len(sequence.token_ids) for sequence in batch.sequences), len(batch.sequences)

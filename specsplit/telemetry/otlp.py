@@ -5,6 +5,7 @@ Endpoint, headers, certificates and the rest are those of OpenTelemetry's variab
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
+from specsplit.core.errors import InvalidSettings
 from specsplit.telemetry.spans import Span
 
 PERIOD_S = 1.0
@@ -31,7 +33,12 @@ class Collector:
     """The spans of one process on their way to the collector that its environment names."""
 
     def __init__(self, role: str) -> None:
-        self._exporter: SpanExporter = OTLPSpanExporter()
+        """Begin to send.
+
+        Raises:
+            InvalidSettings: a variable of the environment is wrong.
+        """
+        self._exporter = _exporter()
         self._resource = _resource(role)
         self._scope = InstrumentationScope("specsplit", version("specsplit"))
         self._waiting: deque[Span] = deque(maxlen=MAX_WAITING)
@@ -74,6 +81,14 @@ class Collector:
             start_time=span.start_ns,
             end_time=span.end_ns,
         )
+
+
+def _exporter() -> SpanExporter:
+    try:
+        return OTLPSpanExporter()
+    except Exception as error:  # each variable that it reads has an exception of its own
+        given = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_EXPORTER_OTLP_")))
+        raise InvalidSettings(f"OpenTelemetry takes no spans with these variables ({given}): {error}.") from error
 
 
 def _resource(role: str) -> Resource:

@@ -42,19 +42,21 @@ _Value = tuple[str, str, Callable[[WorkerStatistics], float]]
 
 
 def _kv_cache_share(statistics: WorkerStatistics) -> float:
-    """Return the share of the KV cache in use, by bytes if there is a budget of them, else by slots."""
-    used, whole = statistics.used_bytes, statistics.budget_bytes
-    if not whole:
-        used, whole = statistics.num_slots_used, statistics.num_slots
-    return used / whole if whole else 0.0
+    """Return the share of the KV cache in use, of its slots or of its bytes: whichever is full first lets nobody in."""
+    slots, whole = (statistics.num_slots_used, statistics.num_slots), (statistics.used_bytes, statistics.budget_bytes)
+    return max(used / there if there else 0.0 for used, there in (slots, whole))
 
 
 _GAUGES: tuple[_Value, ...] = (
     ("num_requests_running", "Sessions that are open; of a stage, slots that hold rows.", lambda s: s.num_sessions),
     ("num_requests_waiting", "Openings that wait for a slot.", lambda s: s.num_waiting),
-    ("kv_cache_usage_perc", "Share of the KV cache in use, 1 if it is full.", _kv_cache_share),
+    (
+        "kv_cache_usage_perc",
+        "Share of the KV cache in use, of its slots or of its bytes: the larger one.",
+        _kv_cache_share,
+    ),
     ("kv_cache_used_bytes", "Bytes of the KV cache in use; 0 if unknown.", lambda s: s.used_bytes),
-    ("kv_cache_budget_bytes", "Bytes that the KV cache may use; 0 without a budget.", lambda s: s.budget_bytes),
+    ("kv_cache_budget_bytes", "Bytes that the KV cache may use; 0 if unknown.", lambda s: s.budget_bytes),
     ("num_slots", "KV slots.", lambda s: s.num_slots),
     ("num_slots_used", "KV slots in use.", lambda s: s.num_slots_used),
     (
@@ -69,7 +71,7 @@ _COUNTERS: tuple[_Value, ...] = (
     ("num_preemptions", "Sessions that lost their rows to older ones.", lambda s: s.num_preempted),
     ("prefix_cache_hits", "Tokens whose rows a new session found.", lambda s: s.num_reused_tokens),
     ("steps", "Forwards.", lambda s: s.steps.num_steps),
-    ("step_seconds", "Seconds of forwards.", lambda s: s.steps.busy_s),
+    ("step_seconds", "Seconds with a forward under way.", lambda s: s.steps.busy_s),
     ("step_tokens", "Tokens that were forwarded.", lambda s: s.steps.num_rows),
     ("step_sequences", "Sessions in these forwards, each forward's counted anew.", lambda s: s.steps.num_sequences),
 )

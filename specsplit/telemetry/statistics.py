@@ -20,6 +20,9 @@ class StepCounts:
     num_sequences: int = 0
     """Sessions in these steps, each step's counted anew."""
     busy_s: float = 0.0
+    """Seconds with a step under way; the time of several at once counts once."""
+    busy_until_s: float = field(default=0.0, compare=False)
+    """When the last of them ended, on the perf_counter clock of whoever counts."""
 
 
 @dataclass(slots=True)
@@ -54,7 +57,7 @@ class WorkerStatistics:
     used_bytes: int = 0
     """Bytes of the KV cache in use; 0 if unknown."""
     budget_bytes: int = 0
-    """Bytes that the KV cache may use; 0 if there is no budget."""
+    """Bytes that the KV cache may use: all slots in full, or what was set; 0 if unknown."""
     steps: StepCounts = field(default_factory=StepCounts)
     trees: TreeCounts = field(default_factory=TreeCounts)
     num_reused_tokens: int = 0

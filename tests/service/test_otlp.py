@@ -76,6 +76,15 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     assert not spans.is_on
 
 
+@pytest.mark.parametrize(("name", "reason"), [("TIMEOUT", "'zstd'"), ("COMPRESSION", '"zstd"')])
+def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", "zstd")
+    with pytest.raises(InvalidSettings, match=rf"OTEL_EXPORTER_OTLP_{name}\b.*{reason}"), tracing("target"):
+        pass
+    assert not spans.is_on
+
+
 @pytest.mark.parametrize(
     ("environment", "sends"),
     [

@@ -119,3 +119,25 @@ def test_a_preempted_session_comes_back_when_another_one_has_ended():
     assert seniority.may_return("c"), "it is alone"
     seniority.sweep(0.0)
     assert seniority.preempted_since("c") is None, "a client that never comes back is forgotten"
+
+
+def test_a_preempted_session_whose_client_waits_is_not_forgotten():
+    now_s = 0.0
+    seniority = Seniority(lambda: now_s)
+    for key in ("old", "waits", "gone"):
+        seniority.open(key, 5)
+    for key in ("gone", "waits"):
+        seniority.preempt(key, "a caller")
+    now_s = 61.0
+    seniority.sweep(now_s - 60, {"waits"})
+    assert seniority.preempted_of("a caller") == {"waits"}
+    assert not seniority.may_return("waits"), "no session has ended"
+    now_s = 120.0  # it left the queue at some time since the last sweep
+    seniority.sweep(now_s - 60)
+    seniority.open("new", 5)
+    seniority.open("waits", 5)
+    assert seniority.of("waits") < seniority.of("new")
+    seniority.preempt("waits")
+    now_s = 180.0
+    seniority.sweep(now_s - 60)
+    assert seniority.preempted_since("waits") is None

@@ -597,7 +597,7 @@ class StatsResponse(_message.Message):
     """Openings that wait for a slot."""
     num_running: _builtins.int
     used_bytes: _builtins.int
-    """Of the KV cache; 0 if unknown, a budget also if there is none."""
+    """Of the KV cache: in use, and the most that may be; 0 if unknown."""
     budget_bytes: _builtins.int
     num_steps: _builtins.int
     """Counts. A step is one forward over rows of one or several sessions."""

@@ -1,0 +1,62 @@
+"""A preempted session keeps its place for as long as its client waits, which may be longer than its time to live."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from specsplit.core.errors import Overloaded, SlotBehind
+from specsplit.core.types import Proposal, SessionParams, Turn, Verdict
+from specsplit.engine.caller_limits import CallerLimits
+from specsplit.target.engine import TargetEngine
+from tests.support.hash_model import hash_model
+from tests.support.rounds import script
+from tests.support.rpc_servers import wait_until
+
+OLD, YOUNG = [5] * 190, [6] * 20
+
+
+class LateClock:
+    """Stands still until it is told how late it is."""
+
+    time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+
+def first(key: str, ids: list[int]) -> Turn:
+    return script(SessionParams(), ids, 0, 1, key)
+
+
+async def verified(target: TargetEngine, turn: Turn) -> Verdict:
+    return await target.verify(turn, Proposal(1, turn.base_length + len(turn.tail) - 1))
+
+
+async def test_a_session_that_waits_in_the_queue_outlives_its_time_to_live() -> None:
+    clock = LateClock()
+    model, _ = hash_model("target", max_sessions=4, context=200, row_limit=216)
+    target = TargetEngine(model, ttl_s=60, clock=clock)
+    target.open_queue(8)
+    target.quotas.limit(CallerLimits(sessions=2))
+    await verified(target, first("old", OLD[:6]))
+    await verified(target, first("young", YOUNG))
+    await verified(target, script(SessionParams(), OLD, 6, 2, "old"))  # for which the younger one has to go
+    with pytest.raises(SlotBehind):
+        await verified(target, script(SessionParams(), [*YOUNG, 7], 20, 2, "young"))
+    waiting = asyncio.create_task(verified(target, first("young", YOUNG)))
+    await wait_until(lambda: target.load.num_waiting == 1)
+    for number in (3, 4, 5):
+        clock.time_s += 40
+        await verified(target, script(SessionParams(), OLD, 189, number, "old"))
+        await target.sweep()
+    assert target.num_sessions == 1
+    with pytest.raises(Overloaded, match="2 sessions"), target.quotas.using(first("more", [8] * 4)):
+        pass
+    assert not waiting.done(), "it would only lose its rows again"
+    await target.close("old")
+    await waiting
+    await target.close("young")
+    target.check_integrity()
+    await target.aclose()
