@@ -76,7 +76,7 @@ class ExpectedChain:
     config_hash: str
     tokenizer_hash: str = ""
     weights_hash: Callable[[StageIdentity], str] | None = None
-    """Hashes the same tensors in the coordinator's own files; None if it has no weights, and stages are believed."""
+    """Hashes the same tensors in the coordinator's own files; None, or empty, if it lacks them and believes stages."""
     hidden_dtype: str = ""
     """Number format of hidden states; empty if it is that of the weights."""
     model_revision: str = ""
@@ -165,14 +165,14 @@ class ExpectedChain:
 
     def _check_hashes(self, peer: str, identity: StageIdentity) -> None:
         commits = {identity.model_revision, self.model_revision}
+        wanted = self.weights_hash(identity) if self.weights_hash is not None else ""
         # Equal weights may be of two commits, but here nothing else shows whether they are equal.
-        if self.weights_hash is None and "" not in commits and len(commits) == 2:
+        if not wanted and "" not in commits and len(commits) == 2:
             raise PeerMismatch(
                 f"{peer} has {identity.model} of revision {identity.model_revision}, and the coordinator of "
                 f"{self.model_revision}; start both with the same --revision."
             )
-        wanted = self.weights_hash(identity) if self.weights_hash is not None else identity.weights_hash
-        if identity.weights_hash != wanted:
+        if wanted and identity.weights_hash != wanted:
             raise PeerMismatch(
                 f"{peer} has other weights for layers {identity.layers} ({identity.weights_hash}) than the "
                 f"coordinator ({wanted}); give both the same files."

@@ -110,6 +110,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         InvalidSettings: more stages than layers, or a setting that a chain lacks.
     """
     require_worker_extra()
+    from specsplit.model.source import model_folder, resolve
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
     from specsplit.stages.chain.expected import expected_chain
     from specsplit.stages.shard.chain_model import load_chain_model
@@ -134,9 +135,8 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         )
         ends = CoordinatorEnds(embedding, head)
     own = _load_own(settings, model, dtype)
-    # Without weights here (config and tokenizer only) the hashes of stages cannot be compared, and are believed.
-    source = settings.model if _has_weights(settings.model) else None
-    return Coordinator(model, ends, expected_chain(model, settings.ends, source), ranges, own)
+    folder = model_folder(resolve(settings.model, "target")[0])
+    return Coordinator(model, ends, expected_chain(model, settings.ends, folder), ranges, own)
 
 
 def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> LoadedShard | None:
@@ -169,11 +169,3 @@ def _default_dtype(settings: TargetSettings) -> str:
     chosen = as_dtype(None, as_device(settings.device), config)
     stored = stored_dtype(config) if chosen == "auto" else chosen
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
-
-
-def _has_weights(source: str) -> bool:
-    """Return whether the model's weights are here, so that those of stages can be compared with them."""
-    from specsplit.model.source import model_folder, resolve
-
-    folder = model_folder(resolve(source, "target")[0])
-    return folder is not None and any(folder.glob("*.safetensors"))
