@@ -13,6 +13,7 @@ from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import PeerMismatch
 from specsplit.core.exactness import Exactness
 from specsplit.core.types import PROTOCOL_VERSION
+from specsplit.model.attention.paths import slot_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class ExpectedChain:
             PeerMismatch: it has less.
         """
         # A stage that was asked for more rows than it has memory for would be ended by its system.
-        needed = min(like.kv_rows, self.num_slots * (self.context + self.node_limit))
+        needed = min(like.kv_rows, self.num_slots * slot_rows(self.context + self.node_limit))
         if 0 < identity.kv_rows < needed:
             has = f"KV memory for {identity.kv_rows} rows"
             raise PeerMismatch(f"The stage at {address} has {has}, and {needed} are needed in its place.")

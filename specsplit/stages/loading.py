@@ -12,7 +12,7 @@ from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import public_name
 from specsplit.stages.memory import total_bytes
-from specsplit.stages.planner import even_ranges
+from specsplit.stages.ranges import even_ranges
 
 if TYPE_CHECKING:
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds

@@ -18,7 +18,7 @@ from specsplit.rpc.hang import LOOK_S, SILENT, ProcessorWaits, wait_hung
 from specsplit.rpc.local_process import LocalProcess, running
 from specsplit.stages.identity import ExpectedChain
 from specsplit.stages.memory import stage_share
-from specsplit.stages.planner import even_ranges
+from specsplit.stages.ranges import even_ranges
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 
