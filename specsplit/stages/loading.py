@@ -11,7 +11,7 @@ from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import public_name
-from specsplit.stages.memory import total_bytes
+from specsplit.stages.memory import stage_share, total_bytes
 from specsplit.stages.ranges import even_ranges
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> Loaded
         device=settings.device,
         context=model.context,
         max_sessions=model.max_sessions,
+        kv_memory=parse_memory(stage_share(settings.kv_memory, layers.stop, model.num_layers)),
         threads=settings.threads,
     )
     spec = stage_spec(layers, model.num_layers, settings.ends, model.name)

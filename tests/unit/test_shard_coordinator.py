@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import Gemma3Config
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.errors import InvalidRequest, ModelDamaged, ModelNotFound, PeerMismatch
+from specsplit.core.errors import InvalidRequest, ModelDamaged, ModelNotFound, OutOfMemory, PeerMismatch
 from specsplit.core.sections import TargetSettings
 from specsplit.model.loader import load_model
 from specsplit.stages.chain.stage import identity_of
@@ -124,3 +124,13 @@ def test_a_damaged_index_is_refused_as_a_stage_refuses_it(content: str, large: P
     with pytest.raises(ModelDamaged) as of_stage:
         load_shard(str(folder), ShardSpec(0, 1), ShardOptions(context=64, record=False))
     assert str(of_coordinator.value) == str(of_stage.value)
+
+
+def test_a_targets_own_layers_take_their_part_of_the_kv_memory(folder: Path) -> None:
+    """Its slots in full would be 20 of 192 rows, of 128 bytes a layer."""
+    common = {"model": str(folder), "layers": "0:1", "stages": ("a:1",), "dtype": "fp32", "context": 64, "threads": 1}
+    own = load_coordinator(TargetSettings(**common, sessions=20, kv_memory="1MiB")).own
+    assert own is not None
+    assert own.runner.cache.row_limit == 342 * 1024 // 128
+    with pytest.raises(OutOfMemory, match="holds 128 rows"):
+        load_coordinator(TargetSettings(**common, sessions=1, kv_memory="48KiB"))
