@@ -148,18 +148,24 @@ def _plan(
     if private_first is None:
         return _cut(shape, workload, *cut)
     if cut[1] is None:
-        return plan_private(shape, private_first, workload, lambda rest: _cut(rest, workload, *cut))
+        return plan_private(shape, private_first, workload, lambda rest: _cut(rest, workload, *cut, first_stage=1))
     planned = _cut(shape, workload, *cut)
     check_private(private_first, planned)
     return planned
 
 
 def _cut(
-    shape: ModelShape, workload: Workload, num_stages: int | None, layers: str | None, memory: str | None
+    shape: ModelShape,
+    workload: Workload,
+    num_stages: int | None,
+    layers: str | None,
+    memory: str | None,
+    first_stage: int = 0,
 ) -> ChainPlan:
-    """Plan the stages of `shape` in the way that was chosen."""
+    """Plan the stages of `shape`, of which `first_stage` is the first one's number, in the way that was chosen."""
     from specsplit.core.errors import InvalidSettings
     from specsplit.stages import planner
+    from specsplit.stages.ranges import parse_ranges
 
     # The three ways to cut exclude each other; without any of them the whole model is one stage.
     ways = (("num-stages", num_stages), ("layers", layers), ("memory", memory))
@@ -167,9 +173,11 @@ def _cut(
     if len(given) > 1:
         raise InvalidSettings(f"--{given[0]} and --{given[1]} exclude each other: each of them says how to cut.")
     if layers is not None:
-        return planner.plan_ranges(shape, planner.parse_ranges(layers), workload)
+        return planner.plan_ranges(shape, parse_ranges(layers), workload)
     if memory is not None:
-        return planner.plan_memory(shape, [planner.parse_size(size) for size in memory.split(",")], workload)
+        return planner.plan_memory(
+            shape, [planner.parse_size(size) for size in memory.split(",")], workload, first_stage
+        )
     return planner.plan_even(shape, 1 if num_stages is None else num_stages, workload)
 
 
@@ -230,9 +238,10 @@ def _cached_path(repository: str) -> Path:
 def _notes(planned: ChainPlan, private_first: int | None) -> list[str]:
     """Return what is assumed and what is left out, in sentences."""
     shape, workload = planned.shape, planned.workload
-    tree_rows = workload.slot_rows - workload.context
+    tree_rows = max(workload.nodes, workload.node_limit)
     count = "1 slot" if workload.sessions == 1 else f"{workload.sessions} slots"
-    slots = f"{count} of {workload.context} + {tree_rows} rows (context + tree nodes)"
+    rows = f"a context of {workload.context}, {tree_rows} tree nodes, in whole blocks"
+    slots = f"{count} of {workload.slot_rows} rows ({rows})"
     unsaid = "headers and the picks of the last stage" if workload.ends == "stages" else "headers"
     notes = [
         f"KV: {slots}. Sliding windows save nothing, since slots hold every row.",

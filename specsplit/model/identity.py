@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from io import FileIO
-from pathlib import Path
-from typing import TypedDict
+from pathlib import Path, PurePosixPath
+from typing import Any, TypedDict, cast
 
 from specsplit.core.errors import ModelDamaged
 from specsplit.limits import MAX_TOKENIZER_BYTES
@@ -38,6 +38,8 @@ _TOKENIZER_FILES = (
 _TEMPLATE_FOLDER = "additional_chat_templates"
 _TEMPLATE_PREFIX = "additional_chat_template."
 """File names travel without folders: `additional_chat_templates/rag.jinja` as `additional_chat_template.rag.jinja`."""
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _HASH_DIGITS = 16
 _SAMPLE_BYTES = 32
 _NUM_SAMPLES = 4
@@ -104,12 +106,43 @@ def weights_hash(folder: Path) -> str:
     of each tensor: models of hundreds of gigabytes take milliseconds.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: a file cannot be read; ModelDamaged: their index is damaged.
     """
     digest = hashlib.sha256()
     for part in sorted(part for path in _weight_paths(folder) for part in _tensor_samples(path)):
         digest.update(part)
     return digest.hexdigest()[:_HASH_DIGITS]
+
+
+def has_weights(folder: Path, name: str) -> bool:
+    """Return whether all weight files of the model `name` are in its folder: a stage fetches only its own ones.
+
+    Raises:
+        OSError: the index of the files cannot be read; ModelDamaged: it is damaged.
+    """
+    paths = _weight_paths(folder, name)
+    return bool(paths) and all(path.is_file() for path in paths)
+
+
+def read_index(content: bytes, name: str) -> dict[str, str]:
+    """Return the file of each tensor by the index of a model's weight files.
+
+    Raises:
+        ModelDamaged: it is no such index, or leads out of the model's folder.
+    """
+    try:
+        index: Any = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelDamaged(f"The {INDEX_FILE} of {name} cannot be read ({error}).") from error
+    files: Any = cast("dict[str, Any]", index).get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ModelDamaged(f"The {INDEX_FILE} of {name} has no weight_map from tensors to files.")
+    weight_map = cast("dict[str, str]", files)
+    # An index comes from the network: a path out of the folder must not be opened.
+    for file in set(weight_map.values()):
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise ModelDamaged(f"The {INDEX_FILE} of {name} leads out of the model's folder ({file!r}).")
+    return weight_map
 
 
 def weight_stamps(folder: Path | None) -> Sequence[tuple[str, int, int, int, int, int]] | None:
@@ -121,7 +154,7 @@ def weight_stamps(folder: Path | None) -> Sequence[tuple[str, int, int, int, int
         return None
     try:
         stats = [(file.name, file.stat()) for file in sorted(_weight_paths(folder))]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ModelDamaged):
         return None
     return [(name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in stats]
 
@@ -142,14 +175,13 @@ def _tokenizer_paths(folder: Path) -> Iterator[Path]:
         yield from (path for path in templates.glob("*.jinja") if path.is_file())
 
 
-def _weight_paths(folder: Path) -> list[Path]:
+def _weight_paths(folder: Path, name: str = "") -> list[Path]:
     """Return the weight files that transformers loads: the only one, those of the index, or else all there are."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    index = folder / "model.safetensors.index.json"
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
     if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        return [folder / name for name in set(weight_map.values())]
+        return [folder / file for file in set(read_index(index.read_bytes(), name or folder.name).values())]
     return list(folder.glob("*.safetensors"))
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from specsplit.stages.wire.remote_chain import RemoteChain
 
 _log = logging.getLogger(__name__)
+_MOST_REASONS = 5
+"""Reasons that are logged while a chain is not whole: some have numbers that change with every try."""
 
 
 class ChainLog:
@@ -21,19 +23,14 @@ class ChainLog:
     def __init__(self, link: RemoteChain, runner: ChainRunner) -> None:
         self._link, self._statistics = link, runner.chain_statistics
         self._last: object = None
-        self._was_whole = True
+        self._reasons: list[str] = []
+        """The logged reasons why the chain is not whole; none while it is."""
         self._num_spares = self._num_moved = 0
         self._numerics: tuple[str, ...] = ()
 
     def write_new(self) -> None:
         """Log what happened since the last call."""
-        trouble = self._link.trouble
-        if (trouble is None) != self._was_whole:
-            self._was_whole = trouble is None
-            if trouble is not None:
-                _log.warning("the chain is not whole: %s", trouble)
-            else:
-                _log.warning("the chain is whole again")
+        self._write_trouble()
         self._write_numerics()
         link = self._link.statistics
         for address in link.spares_used[self._num_spares :]:
@@ -50,6 +47,17 @@ class ChainLog:
                 "sent again: %d tokens of slot %d (%s)%s", resent.num_tokens, resent.slot, resent.reason, times
             )
         self._last = latest[-1] if latest else None
+
+    def _write_trouble(self) -> None:
+        """Log that the chain is not whole, with every reason that is found for it, and that it is whole again."""
+        trouble = self._link.trouble
+        if trouble is None:
+            if self._reasons:
+                _log.warning("the chain is whole again")
+            self._reasons = []
+        elif str(trouble) not in self._reasons and len(self._reasons) < _MOST_REASONS:
+            _log.warning("the chain is not whole: %s", trouble)
+            self._reasons.append(str(trouble))
 
     def _write_numerics(self) -> None:
         """Log once that stages differ in their numerics: together they promise no bits."""

@@ -57,12 +57,17 @@ def check_stages(settings: TargetSettings) -> list[StageCheck]:
     """Compare the output of every stage with the model in this process, which is loaded for it.
 
     Raises:
-        InvalidSettings: no stages are named.
+        InvalidSettings: no stages are named, or the first layers are the target's own.
         PeerMismatch: the stages do not fit, or serve a coordinator; LinkError: one cannot be reached.
         ModelError, ResourceError: the model cannot be loaded here.
     """
     if not settings.stages:
         raise InvalidSettings("Name the stages to check, in the order of their layers: --stages HOST:PORT,HOST:PORT.")
+    if settings.layers is not None:
+        raise InvalidSettings(
+            f"Only stages are checked, and layers {settings.layers} are the target's own by its settings (layers); for "
+            f"the check start a `specsplit stage --layers {settings.layers}`, name it first, and leave the setting out."
+        )
     from specsplit.rpc.credentials import open_security
     from specsplit.stages.wire.peer import StagePeer
 

@@ -13,6 +13,7 @@ from specsplit.core.defaults import EndsAt
 from specsplit.core.errors import PeerMismatch
 from specsplit.core.exactness import Exactness
 from specsplit.core.types import PROTOCOL_VERSION
+from specsplit.model.attention.paths import slot_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class ExpectedChain:
     config_hash: str
     tokenizer_hash: str = ""
     weights_hash: Callable[[StageIdentity], str] | None = None
-    """Hashes the same tensors in the coordinator's own files; None if it has no weights, and stages are believed."""
+    """Hashes the same tensors in the coordinator's own files; None, or empty, if it lacks them and believes stages."""
     hidden_dtype: str = ""
     """Number format of hidden states; empty if it is that of the weights."""
     model_revision: str = ""
@@ -144,7 +145,7 @@ class ExpectedChain:
             PeerMismatch: it has less.
         """
         # A stage that was asked for more rows than it has memory for would be ended by its system.
-        needed = min(like.kv_rows, self.num_slots * (self.context + self.node_limit))
+        needed = min(like.kv_rows, self.num_slots * slot_rows(self.context + self.node_limit))
         if 0 < identity.kv_rows < needed:
             has = f"KV memory for {identity.kv_rows} rows"
             raise PeerMismatch(f"The stage at {address} has {has}, and {needed} are needed in its place.")
@@ -165,14 +166,14 @@ class ExpectedChain:
 
     def _check_hashes(self, peer: str, identity: StageIdentity) -> None:
         commits = {identity.model_revision, self.model_revision}
+        wanted = self.weights_hash(identity) if self.weights_hash is not None else ""
         # Equal weights may be of two commits, but here nothing else shows whether they are equal.
-        if self.weights_hash is None and "" not in commits and len(commits) == 2:
+        if not wanted and "" not in commits and len(commits) == 2:
             raise PeerMismatch(
                 f"{peer} has {identity.model} of revision {identity.model_revision}, and the coordinator of "
                 f"{self.model_revision}; start both with the same --revision."
             )
-        wanted = self.weights_hash(identity) if self.weights_hash is not None else identity.weights_hash
-        if identity.weights_hash != wanted:
+        if wanted and identity.weights_hash != wanted:
             raise PeerMismatch(
                 f"{peer} has other weights for layers {identity.layers} ({identity.weights_hash}) than the "
                 f"coordinator ({wanted}); give both the same files."

@@ -11,8 +11,8 @@ from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import public_name
-from specsplit.stages.memory import total_bytes
-from specsplit.stages.planner import even_ranges
+from specsplit.stages.memory import stage_share, total_bytes
+from specsplit.stages.ranges import even_ranges
 
 if TYPE_CHECKING:
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
@@ -110,6 +110,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         InvalidSettings: more stages than layers, or a setting that a chain lacks.
     """
     require_worker_extra()
+    from specsplit.model.source import model_folder, resolve
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
     from specsplit.stages.chain.expected import expected_chain
     from specsplit.stages.shard.chain_model import load_chain_model
@@ -134,9 +135,8 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         )
         ends = CoordinatorEnds(embedding, head)
     own = _load_own(settings, model, dtype)
-    # Without weights here (config and tokenizer only) the hashes of stages cannot be compared, and are believed.
-    source = settings.model if _has_weights(settings.model) else None
-    return Coordinator(model, ends, expected_chain(model, settings.ends, source), ranges, own)
+    folder = model_folder(resolve(settings.model, "target")[0])
+    return Coordinator(model, ends, expected_chain(model, settings.ends, folder), ranges, own)
 
 
 def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> LoadedShard | None:
@@ -153,6 +153,7 @@ def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> Loaded
         device=settings.device,
         context=model.context,
         max_sessions=model.max_sessions,
+        kv_memory=parse_memory(stage_share(settings.kv_memory, layers.stop, model.num_layers)),
         threads=settings.threads,
     )
     spec = stage_spec(layers, model.num_layers, settings.ends, model.name)
@@ -169,11 +170,3 @@ def _default_dtype(settings: TargetSettings) -> str:
     chosen = as_dtype(None, as_device(settings.device), config)
     stored = stored_dtype(config) if chosen == "auto" else chosen
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
-
-
-def _has_weights(source: str) -> bool:
-    """Return whether the model's weights are here, so that those of stages can be compared with them."""
-    from specsplit.model.source import model_folder, resolve
-
-    folder = model_folder(resolve(source, "target")[0])
-    return folder is not None and any(folder.glob("*.safetensors"))

@@ -18,7 +18,7 @@ from specsplit.rpc.hang import LOOK_S, SILENT, ProcessorWaits, wait_hung
 from specsplit.rpc.local_process import LocalProcess, running
 from specsplit.stages.identity import ExpectedChain
 from specsplit.stages.memory import stage_share
-from specsplit.stages.planner import even_ranges
+from specsplit.stages.ranges import even_ranges
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 
@@ -50,6 +50,8 @@ def local_stages(
 
 def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[str]:
     """Return the options of stages started here, complete, so that none comes from their own settings."""
+    # The first one has the most layers; all get the same options.
+    most_layers = len(even_ranges(expected.num_layers, settings.local_stages or 1)[0])
     given: dict[str, object] = {
         "model": settings.model,
         "ends": expected.ends,
@@ -58,7 +60,7 @@ def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[s
         "threads": settings.threads,
         "context": expected.context,
         "sessions": expected.num_slots,
-        "kv-memory": stage_share(settings.kv_memory, even_ranges(expected.num_layers, settings.local_stages or 1)),
+        "kv-memory": stage_share(settings.kv_memory, most_layers, expected.num_layers),
         "drain": settings.drain,
         "log-format": settings.log_format,
         "log-level": settings.log_level,

@@ -34,14 +34,17 @@ def total_bytes(kv_memory: str | None) -> int | None:
     return size
 
 
-def stage_share(kv_memory: str | None, layers: Sequence[range]) -> str | None:
-    """Return the part of the memory that the stage with most of the `layers` needs, as the value of its option."""
+def stage_share(kv_memory: str | None, num_layers: int, of_layers: int) -> str | None:
+    """Return the part of the memory for all layers that a stage of `num_layers` needs, as the value of its option.
+
+    Raises:
+        InvalidSettings: as `total_bytes`.
+    """
     num_bytes = total_bytes(kv_memory)
     if num_bytes is None:
         return None
     # The coordinator counts the rows exactly; a stage only has to have room for them.
-    share = max(map(len, layers)) / sum(map(len, layers))
-    return f"{math.ceil(num_bytes * share / 1024)}KiB"
+    return f"{math.ceil(num_bytes * num_layers / of_layers / 1024)}KiB"
 
 
 def chain_memory(stages: Sequence[StageIdentity], num_slots: int, slot_rows: int, kv_memory: int | None) -> ChainMemory:

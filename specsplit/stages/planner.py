@@ -14,17 +14,18 @@ from math import ceil
 
 from specsplit.core.defaults import DEFAULT_NODES, EndsAt
 from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
+from specsplit.model.attention.paths import slot_rows
 from specsplit.stages.families import BYTES, ComputeDtype, PlanDtype
+from specsplit.stages.ranges import check_ranges, even_ranges, require_stages
 from specsplit.stages.shape import ModelShape
 
 DEFAULT_CONTEXT = 4096
 """Upper limit of the default context, as for a worker that serves."""
 NODE_LIMIT = 128
-"""Tree rows behind the context of every KV slot, as a target allocates them."""
+"""Nodes of the largest tree behind the context of every KV slot, as a target has them."""
 _GIB = 2**30
 _UNITS = "KMGT"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", re.IGNORECASE)
-_RANGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Workload:
 
     @property
     def slot_rows(self) -> int:
-        """Rows of one KV slot: the context, then a tree's nodes."""
-        return self.context + max(self.nodes, self.node_limit)
+        """Rows of one KV slot: the context, then a tree's nodes, in whole blocks as a stage allocates them."""
+        return slot_rows(self.context + max(self.nodes, self.node_limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,80 +107,6 @@ class ChainPlan:
         return self.coordinator_weight_bytes + sum(stage.total_bytes for stage in self.stages)
 
 
-def even_ranges(num_layers: int, stages: int) -> tuple[range, ...]:
-    """Return as many ranges as `stages`; the first `num_layers` mod `stages` have one layer more.
-
-    Raises:
-        InvalidSettings: no stage, or more stages than layers.
-    """
-    _require_stages(num_layers, stages)
-    short, longer = divmod(num_layers, stages)
-    bounds = [stage * short + min(stage, longer) for stage in range(stages + 1)]
-    return tuple(range(start, end) for start, end in itertools.pairwise(bounds))
-
-
-def parse_ranges(text: str) -> tuple[range, ...]:
-    """Read "0:20,20:47": one half-open range of layers per stage.
-
-    Raises:
-        InvalidSettings: something else stands there, or a range holds no layer.
-    """
-    return tuple(_parse_range(part) for part in text.split(","))
-
-
-def _parse_range(part: str) -> range:
-    match = _RANGE.fullmatch(part)
-    if match is None:
-        raise InvalidSettings(f"Layers are written A:B,B:C, such as 0:20,20:47, and {part.strip()!r} is no such range.")
-    layers = range(int(match[1]), int(match[2]))
-    if not layers:
-        raise InvalidSettings(
-            f"The range {_written(layers)} holds no layer: A:B begins with layer A and ends before layer B."
-        )
-    return layers
-
-
-def check_ranges(ranges: Sequence[range], num_layers: int) -> None:
-    """Check that `ranges` hold every layer once, in order.
-
-    Raises:
-        InvalidSettings: naming the gap, the overlap, the wrong order or what lies beyond the last layer.
-    """
-    _check_each(ranges, num_layers)
-    reached = 0
-    for stage, layers in enumerate(ranges):
-        if layers.start < reached:
-            before = ranges[stage - 1]
-            raise InvalidSettings(
-                f"Stages {stage - 1} ({_written(before)}) and {stage} ({_written(layers)}) overlap: "
-                f"{_named(range(layers.start, min(reached, layers.stop)))} would be in both."
-            )
-        if layers.start > reached:
-            raise InvalidSettings(f"There is a gap: {_named(range(reached, layers.start))} would be in no stage.")
-        reached = layers.stop
-    if reached < num_layers:
-        raise InvalidSettings(f"The last stages are missing: {_named(range(reached, num_layers))} would be in none.")
-
-
-def _check_each(ranges: Sequence[range], num_layers: int) -> None:
-    """Check that no range is empty, goes beyond the last layer or begins before the one in front of it."""
-    before = range(0)
-    for stage, layers in enumerate(ranges):
-        if not layers:
-            raise InvalidSettings(f"Stage {stage} ({_written(layers)}) holds no layer.")
-        if layers.stop > num_layers:
-            raise InvalidSettings(
-                f"Stage {stage} ({_written(layers)}) goes beyond the last layer: the model has {num_layers}, "
-                f"so the last range ends with {num_layers}."
-            )
-        if layers.start < before.start:
-            raise InvalidSettings(
-                f"Stage {stage} ({_written(layers)}) lies before stage {stage - 1} ({_written(before)}): "
-                "list the stages from the first layer to the last."
-            )
-        before = layers
-
-
 def parse_size(text: str) -> int:
     """Return the bytes in "24GiB" (binary) or "24GB" (decimal).
 
@@ -211,22 +138,24 @@ def plan_ranges(shape: ModelShape, ranges: Sequence[range], workload: Workload |
     return _Costs(shape, workload or Workload()).plan(ranges)
 
 
-def plan_memory(shape: ModelShape, budgets: Sequence[int], workload: Workload | None = None) -> ChainPlan:
+def plan_memory(
+    shape: ModelShape, budgets: Sequence[int], workload: Workload | None = None, first_stage: int = 0
+) -> ChainPlan:
     """Plan one stage per budget, in their order, each with at least one layer and at most so many bytes.
 
     A round is as slow as its slowest stage, so of all plans that fit it takes one whose largest stage has the fewest
     layers, and among those the most even one (the even split, where that fits). A budget is spent on weights and KV
-    slots alone: room for activations has to be taken off before.
+    slots alone: room for activations has to be taken off before. An error counts the stages from `first_stage` on.
 
     Raises:
         InvalidSettings: no budget, or more budgets than layers.
         OutOfMemory: nothing fits; it names the context, the sessions or the extra memory that would.
     """
     workload = workload or Workload()
-    _require_stages(shape.num_layers, len(budgets))
+    require_stages(shape.num_layers, len(budgets))
     costs = _Costs(shape, workload)
     if not costs.fit(budgets, shape.num_layers):
-        raise _does_not_fit(shape, budgets, workload)
+        raise _does_not_fit(shape, budgets, workload, first_stage)
     # A larger cap only allows more, so the smallest cap that fits is found by bisection.
     caps = range(1, shape.num_layers + 1)
     limit = caps[bisect_left(caps, True, key=lambda cap: costs.fit(budgets, cap))]
@@ -328,7 +257,7 @@ def _most_even(costs: _Costs, budgets: Sequence[int], limit: int) -> tuple[range
     return tuple(reversed(ranges))
 
 
-def _does_not_fit(shape: ModelShape, budgets: Sequence[int], workload: Workload) -> OutOfMemory:
+def _does_not_fit(shape: ModelShape, budgets: Sequence[int], workload: Workload, first_stage: int) -> OutOfMemory:
     """Return the error that says which smaller context, fewer sessions or larger budgets would fit."""
 
     def fits(changed: Workload) -> bool:
@@ -341,7 +270,7 @@ def _does_not_fit(shape: ModelShape, budgets: Sequence[int], workload: Workload)
     sessions = _largest(1, workload.sessions, lambda value: fits(replace(workload, sessions=value)))
     if sessions is not None:
         remedies.append(f"--sessions {sessions}")
-    remedies.append(_missing(_Costs(shape, workload), budgets))
+    remedies.append(_missing(_Costs(shape, workload), budgets, first_stage))
     needed = _Costs(shape, workload).plan(even_ranges(shape.num_layers, len(budgets)))
     sizes = ", ".join(in_gib(budget) for budget in budgets)
     count = "1 session" if workload.sessions == 1 else f"{workload.sessions} sessions"
@@ -364,23 +293,16 @@ def _largest(least: int, asked: int, fits: Callable[[int], bool]) -> int | None:
     return known
 
 
-def _missing(costs: _Costs, budgets: Sequence[int]) -> str:
+def _missing(costs: _Costs, budgets: Sequence[int], first_stage: int) -> str:
     """Return by how much to raise budgets: each to hold at least one layer, and the last to hold what is left."""
     start, raised = 0, list[str]()
     for stage, budget in enumerate(budgets):
         later = len(budgets) - 1 - stage
         end = costs.num_layers if not later else max(costs.furthest(start, budget, costs.num_layers - later), start + 1)
         if (short := costs.total(start, end) - budget) > 0:
-            raised.append(f"{in_gib(short, up=True)} GiB more on stage {stage}")
+            raised.append(f"{in_gib(short, up=True)} GiB more on stage {first_stage + stage}")
         start = end
     return " and ".join(raised)
-
-
-def _require_stages(num_layers: int, stages: int) -> None:
-    if stages < 1:
-        raise InvalidSettings(f"There must be at least 1 stage, not {stages}.")
-    if stages > num_layers:
-        raise InvalidSettings(f"{stages} stages are too many for {num_layers} layers: every stage holds at least one.")
 
 
 def in_gib(num_bytes: int, *, up: bool = False) -> str:
@@ -388,13 +310,3 @@ def in_gib(num_bytes: int, *, up: bool = False) -> str:
     decimals = 1 if num_bytes >= _GIB else 3
     scaled = num_bytes * 10**decimals / _GIB
     return f"{(ceil(scaled) if up else scaled) / 10**decimals:.{decimals}f}"
-
-
-def _written(layers: range) -> str:
-    return f"{layers.start}:{layers.stop}"
-
-
-def _named(layers: range) -> str:
-    if len(layers) == 1:
-        return f"layer {layers.start}"
-    return f"layers {layers.start} to {layers.stop - 1}"

@@ -63,7 +63,7 @@ async def refusal(stages: Sequence[LoadedShard], spares: Sequence[LoadedShard] =
     """Return why a coordinator refuses stages, and where they are."""
     async with served([*stages, *spares]) as hosts:
         addresses = [host.address for host in hosts]
-        wanted = expected_of(shards(), str(folder()))
+        wanted = expected_of(shards(), folder())
         chain = RemoteChain(addresses[: len(stages)], addresses[len(stages) :], wanted)
         try:
             with pytest.raises(PeerMismatch) as refused:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from specsplit.core.defaults import EndsAt
@@ -149,7 +150,7 @@ async def served(
             await asyncio.gather(*host.tasks)
 
 
-def expected_of(shards: Shards, folder: str | None = None) -> ExpectedChain:
+def expected_of(shards: Shards, folder: Path | None = None) -> ExpectedChain:
     ends: EndsAt = "coordinator" if shards.ends else "stages"
     return expected_chain(shards.model, ends, folder)
 

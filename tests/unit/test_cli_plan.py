@@ -62,12 +62,13 @@ def test_the_table_has_a_row_per_stage_and_says_what_it_assumes(config: str, cap
     assert main(["plan", "--model", config, "--layers", "0:20,20:28", "--context", "4096", "--sessions", "2"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert f"qwen3, {NUM_PARAMS:,} parameters in 28 layers, bf16, ends on the stages" in " ".join(lines[0])
-    # 20 x 15,730,944 + 151,936 x 1,024 parameters; 2 slots of 4,224 rows; 5 tokens of 1,024 numbers; all 2 bytes each
-    assert lines[2] == ["0", "0:20", "20", "0.876", "0.645", "1.5", "10.0", "KiB", "embedding"]
-    assert lines[3] == ["1", "20:28", "8", "0.524", "0.258", "0.782", "picks", "head"]
+    # 20 x 15,730,944 + 151,936 x 1,024 parameters; 2 slots of 4,608 rows; 5 tokens of 1,024 numbers; all 2 bytes each
+    assert lines[2] == ["0", "0:20", "20", "0.876", "0.703", "1.6", "10.0", "KiB", "embedding"]
+    assert lines[3] == ["1", "20:28", "8", "0.524", "0.281", "0.805", "picks", "head"]
     assert lines[4][:3] == ["all", "0:28", "28"]
     notes = "\n".join(" ".join(line) for line in lines[5:])
-    for words in ("2 slots of 4096 + 128 rows", "Sliding windows", "4 nodes and their root", "headers", "activations"):
+    slots = "2 slots of 4608 rows (a context of 4096, 128 tree nodes, in whole blocks)"
+    for words in (slots, "Sliding windows", "4 nodes and their root", "headers", "activations"):
         assert words in notes
 
 
@@ -77,7 +78,7 @@ def test_json_holds_the_same_in_bytes(config: str, capsys: Capture):
     assert record["kv_bytes_per_token_and_layer"] == 2 * 8 * 128 * 2
     assert [(stage["start"], stage["end"]) for stage in record["stages"]] == [(0, 10), (10, 19), (19, 28)]
     assert [stage["link_bytes_per_round"] for stage in record["stages"]] == [1024 * 2 * 9] * 2 + [0]
-    assert record["stages"][1]["kv_bytes"] == 9 * 4096 * 4 * 1128
+    assert record["stages"][1]["kv_bytes"] == 9 * 4096 * 4 * 1152
     tied_copy = 151936 * 1024
     assert sum(stage["weight_bytes"] for stage in record["stages"]) == 2 * (NUM_PARAMS + tied_copy)
     assert record["total_bytes"] == sum(stage["total_bytes"] for stage in record["stages"])
@@ -260,6 +261,7 @@ def test_budgets_are_for_the_stages_elsewhere(config: str, capsys: Capture) -> N
         (["--private-first", "2", "--layers", "0:3,3:28"], "has to be 0:2, not 0:3."),
         (["--private-first", "2", "--num-stages", "27"], "27 stages are too many for 26 layers"),
         (["--private-first", "2", "--memory", "1MiB"], "26 layers in bf16"),
+        (["--private-first", "2", "--memory", "1MiB,9GiB"], " GiB more on stage 1."),
     ],
 )
 def test_private_layers_that_cannot_be(config: str, capsys: Capture, arguments: list[str], sentence: str) -> None:

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
+from specsplit.model.kv_plan import KVPlan
 from specsplit.model.loader import DEFAULT_NODE_LIMIT
 from specsplit.stages.planner import (
     NODE_LIMIT,
     ChainPlan,
     Workload,
-    even_ranges,
-    parse_ranges,
     parse_size,
     plan_even,
     plan_memory,
     plan_ranges,
 )
+from specsplit.stages.ranges import even_ranges, parse_ranges
 from specsplit.stages.shape import ModelShape, read_shape
 from tests.support.known_configs import LLAMA_3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B
 
@@ -75,8 +75,13 @@ def test_manual_ranges_are_planned_as_given():
 
 def test_the_rows_behind_a_context_are_those_of_the_engine():
     assert NODE_LIMIT == DEFAULT_NODE_LIMIT
-    assert Workload(context=100, nodes=4).slot_rows == 100 + DEFAULT_NODE_LIMIT
-    assert Workload(context=100, nodes=200).slot_rows == 300
+    for context, nodes in ((100, 4), (100, 200), (600, 4), (2048, 4), (4096, 16), (8192, 16)):
+        ours = Workload(context=context, nodes=nodes).slot_rows
+        assert ours == KVPlan(context, max(nodes, DEFAULT_NODE_LIMIT), num_slots=1).capacity
+
+
+def test_the_default_context_takes_the_rows_that_a_stage_allocates():
+    assert Workload(context=4096).slot_rows == 4608
 
 
 def test_the_known_94_layers_in_two_stages_take_the_known_kv():
@@ -122,7 +127,7 @@ def test_with_the_ends_on_stages_the_last_one_sends_picks_only():
 def test_kv_grows_with_sessions_and_rows_and_not_with_a_window():
     shape = tied_llama(model_type="mistral", sliding_window=8, head_dim=128)
     plan = plan_even(shape, 2, Workload(context=1000, sessions=3, dtype="fp16"))
-    assert [stage.kv_bytes for stage in plan.stages] == [16 * 3 * (1000 + NODE_LIMIT) * 2 * 8 * 128 * 2] * 2
+    assert [stage.kv_bytes for stage in plan.stages] == [16 * 3 * 1152 * 2 * 8 * 128 * 2] * 2
 
 
 def test_rounded_weights_take_their_scales_too_and_leave_kv_alone():

@@ -286,6 +286,46 @@ async def test_a_slot_that_has_ended_is_empty_and_has_no_epoch(stage: StageEngin
     assert (await stage.export_kv(2)).num_rows == 0
 
 
+def held(slot: int) -> list[Tensor]:
+    """Return where a slot of the middle stage holds anything but zeros, which is what memory given back reads as."""
+    cache = _shards["middle"].runner.cache
+    return [block[slot] != 0 for block in (*cache.keys, *cache.values)]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+async def test_a_slots_next_session_leaves_no_row_of_the_last_one_in_memory(
+    stage: StageEngine, *, is_late: bool
+) -> None:
+    if not _shards["middle"].runner.cache.can_return:
+        pytest.skip("no memory can be given back here")
+    await stage.end(1)
+    await ask(stage, packet(1, share(1, 0, 3, 100)))
+    short = held(1)
+    await ask(stage, packet(2, share(0, 0, CONTEXT, 200)))
+    if is_late:
+        await ask(stage, packet(3, share(0, 0, 3, 100, epoch=2)))
+        await stage.end(0, 1)
+    else:
+        await stage.end(0, 1)
+        await ask(stage, packet(3, share(0, 0, 3, 100, epoch=2)))
+    assert all(map(torch.equal, held(0), short))
+    assert_equal(
+        (await ask(stage, packet(4, share(0, 3, 5, 103, epoch=2, keep=KeepList(3, (0, 1, 2))))))[-1], await straight(8)
+    )
+
+
+async def test_rows_of_another_session_are_given_back_where_they_are_found(stage: StageEngine) -> None:
+    if not _shards["middle"].runner.cache.can_return:
+        pytest.skip("no memory can be given back here")
+    await ask(stage, packet(1, share(0, 0, 60, 200)))
+    await ask(stage, packet(2, share(0, 60, 4, 260, keep=KeepList(1, tuple(range(60))))))
+    with pytest.raises(StageBehind) as raised:
+        await ask(stage, packet(3, share(0, 5, 1, 105, epoch=2)))
+    assert raised.value.have == {0: 0}
+    assert not any(block.any() for block in held(0))
+    assert_equal((await ask(stage, packet(4, share(0, 0, 8, 100, epoch=2))))[-1], await straight(8))
+
+
 async def quick_stage() -> StageEngine:
     """Return a stage that has computed a short packet, so that its loop takes the next one."""
     stage = stage_of()

@@ -98,10 +98,12 @@ def test_an_identity_travels_whole_and_a_lying_one_is_refused() -> None:
 
 
 def test_a_spare_needs_memory_for_the_rows_of_the_lost_stage() -> None:
-    for rows, like in ((0, 900), (500, 500), (500, 0), (1152, 5000)):  # the chain itself needs no more than 1,152
+    for rows, like in ((0, 900), (500, 500), (500, 0), (1280, 5000)):  # the chain itself needs no more: 4 slots of 320
         WANTED.check_memory("spare:1", replace(STAGE, kv_rows=rows), replace(STAGE, kv_rows=like))
     with pytest.raises(PeerMismatch, match="spare:1 has KV memory for 499 rows, and 500 are needed"):
         WANTED.check_memory("spare:1", replace(STAGE, kv_rows=499), replace(STAGE, kv_rows=500))
+    with pytest.raises(PeerMismatch, match="1279 rows, and 1280 are needed"):
+        WANTED.check_memory("spare:1", replace(STAGE, kv_rows=1279), replace(STAGE, kv_rows=5000))
 
 
 def test_stages_that_are_believed_are_of_the_coordinators_commit() -> None:
@@ -109,5 +111,7 @@ def test_stages_that_are_believed_are_of_the_coordinators_commit() -> None:
     believing = replace(WANTED, weights_hash=None, model_revision="2" * 40)
     with pytest.raises(PeerMismatch, match=r"host0:1 has llama of revision 1{40}, and the coordinator of 2{40}; start"):
         believing.check_chain([stage])
+    with pytest.raises(PeerMismatch, match="start both with the same --revision"):
+        replace(believing, weights_hash=lambda _: "").check_chain([stage])
     replace(believing, model_revision="").check_chain([stage])
     replace(WANTED, model_revision="2" * 40).check_chain([stage])

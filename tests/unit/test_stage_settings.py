@@ -130,6 +130,14 @@ def test_a_stage_check_needs_stages(capsys: pytest.CaptureFixture[str]):
     assert "Name the stages to check" in capsys.readouterr().err
 
 
+def test_a_stage_check_refuses_layers_of_the_target_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("SPECSPLIT_TARGET_LAYERS", "0:5")
+    assert main(["stage-check", "--stages", "a:7101"]) == 2
+    assert "layers 0:5 are the target's own" in capsys.readouterr().err
+
+
 def test_print_config_of_a_stage_reads_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from specsplit.core.defaults import EndsAt
 from specsplit.model.loader import dtype_name
 from specsplit.model.weight_format import rounded_hash
 from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.shard.chain_model import ChainModel
-from specsplit.stages.shard.loader import ShardSpec, shard_hash
+from specsplit.stages.shard.loader import ShardSpec
+from specsplit.stages.shard.weights import shard_hash_here
 
 
-def expected_chain(model: ChainModel, ends: EndsAt, source: str | None = None) -> ExpectedChain:
-    """Return what stages of `model` must be; with a `source` their weights are compared with the files there.
+def expected_chain(model: ChainModel, ends: EndsAt, folder: Path | None = None) -> ExpectedChain:
+    """Return what stages of `model` must be; their weights are compared with the files in `folder`.
 
-    Without it (a coordinator that has no weights) stages are only held against each other's model and layers.
+    A stage whose files are not all there (a coordinator needs none) is only held against its model and layers.
     """
 
     # Hashing reads samples of every tensor of a range, so a stage that comes back is compared with the first result.
     @cache
     def weights_hash(identity: StageIdentity) -> str:
-        assert source is not None
+        assert folder is not None
         spec = ShardSpec(identity.start, identity.end, identity.has_embedding, identity.has_head)
-        return rounded_hash(shard_hash(source, spec), model.weight_format)
+        return rounded_hash(shard_hash_here(folder, model.name, spec), model.weight_format)
 
     return ExpectedChain(
         model=model.name,
@@ -38,6 +40,6 @@ def expected_chain(model: ChainModel, ends: EndsAt, source: str | None = None) -
         ends=ends,
         config_hash=model.config_hash,
         tokenizer_hash=model.tokenizer_files.hash if model.tokenizer_files else "",
-        weights_hash=weights_hash if source is not None else None,
+        weights_hash=weights_hash if folder is not None else None,
         model_revision=model.model_revision,
     )

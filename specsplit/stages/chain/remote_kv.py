@@ -112,7 +112,7 @@ class RemoteKV:
     can_copy = False
     """No packet tells the stages to copy rows; a slot may be taken over as it is."""
     can_return = False
-    """Stages give a slot's rows back when it ends, and never a part of them."""
+    """Stages give a slot's rows back when its session ends, or its next one begins; nobody can ask for a part."""
 
     def __init__(self, num_slots: int, capacity: int, memory: ChainMemory | None = None) -> None:
         """Count the rows of slots of `capacity` rows, of which `memory` says how many may be used; None is all."""
@@ -127,7 +127,7 @@ class RemoteKV:
         return min(slot_rows(num_rows), self.capacity) if num_rows else 0
 
     def return_rows(self, slot: int, start: int) -> None:
-        """Do nothing: stages hear of the end of a slot's session, and give its rows back."""
+        """Do nothing: stages hear of the end of a slot's session or see its next one, and give its rows back."""
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Record what a KVCache would do at once."""

@@ -56,14 +56,14 @@ class StageSlot:
         Returns how many rows the slot has of those that the session builds on; None if all, so that it can be run.
         """
         if session.epoch > self.epoch:
-            self.epoch, self.pending = session.epoch, None
+            self._begin(session.epoch, session.start, cache)
         if session.keep is not None:
             self._keep(session.keep, cache)
         # The coordinator is the one owner of length: longer is truncated, shorter or different is reported.
         if session.start > self.length:
             return self.length
         if session.start and self.hashes[session.start - 1] != session.base_hash:
-            self.length, self.pending = 0, None
+            self._begin(session.epoch, 0, cache)
             return 0
         self.length, self.pending = session.start, None
         return None
@@ -73,6 +73,14 @@ class StageSlot:
         self.hashes[session.start :] = session.hashes
         self.ids[session.start :] = session.token_ids
         self.pending = PendingRows(request_id, session.start, session.num_tokens)
+
+    def _begin(self, epoch: int, start: int, cache: KVCache) -> None:
+        """Begin an epoch at a row: what lies from there on is forgotten, and its memory given back."""
+        # A slot's next session may be here before the end of the last one is. That end then comes too late to do
+        # anything, and the coordinator has given the rows of the last session to others.
+        self.epoch, self.pending, self.length = epoch, None, min(self.length, start)
+        del self.hashes[start:], self.ids[start:]
+        cache.return_rows(self.index, start)
 
     def _keep(self, keep: KeepList, cache: KVCache) -> None:
         pending = self.pending

@@ -11,7 +11,7 @@ import torch
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.files import load_config, load_tokenizer
-from specsplit.model.identity import files_hash, read_tokenizer_files, weights_hash
+from specsplit.model.identity import files_hash, has_weights, read_tokenizer_files, weights_hash
 from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, LoadedModel, as_context, as_dtype
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.runner import Runner
@@ -40,6 +40,7 @@ class ChainModel:
     eos_ids: tuple[int, ...]
     tokenizer_files: TokenizerFiles | None
     weights_hash: str
+    """Hash of the weights; empty where they are not all here."""
     config_hash: str
     """Hash of config.json, as a LoadedShard has it."""
     model_revision: str
@@ -71,7 +72,9 @@ def load_chain_model(
     max_sessions: int = 1,
     node_limit: int = DEFAULT_NODE_LIMIT,
 ) -> ChainModel:
-    """Read a model's config and tokenizer, and hash its weight files; arguments are those of `loader.load_model`.
+    """Read a model's config and tokenizer, and hash its weight files, if they are here.
+
+    Arguments are those of `loader.load_model`.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, InvalidRequest.
@@ -114,8 +117,9 @@ def _tokenizer_files(folder: Path | None, name: str, tokenizer: TransformersToke
 
 
 def _hash(folder: Path | None, name: str) -> str:
+    """Return the hash of the model's weights, empty where they are not all here: its stages have them."""
     try:
-        return weights_hash(folder) if folder is not None else ""
+        return weights_hash(folder) if folder is not None and has_weights(folder, name) else ""
     except OSError as error:
         raise ModelDamaged(f"The weights of {name} cannot be read again ({error.strerror}).") from error
 

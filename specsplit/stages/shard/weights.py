@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,13 +19,12 @@ from safetensors import safe_open
 
 from specsplit.core.errors import ModelDamaged
 from specsplit.model.files import load_config, load_weights, translated
+from specsplit.model.identity import INDEX_FILE, SINGLE_FILE, read_index
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.source import at_commit, hub_arguments, resolve
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline, shard_class
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _HASH_DIGITS = 16
 _SAMPLE_BYTES = 256
 _NUM_SAMPLES = 3
@@ -64,25 +63,16 @@ class Checkpoint:
         single = self._find_single()
         if single is not None:
             with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), _SINGLE)
-        index = self._locate(_INDEX)
-        content: Any = json.loads(index.read_bytes())
-        weight_map: Any = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ModelDamaged(f"The {_INDEX} of {self.name} has no weight_map from tensors to files.")
-        # An index comes from the network: a path out of the folder must not be opened.
-        for file_name in set(weight_map.values()):
-            if PurePosixPath(file_name).is_absolute() or ".." in PurePosixPath(file_name).parts:
-                raise ModelDamaged(f"The {_INDEX} of {self.name} leads out of the model's folder ({file_name!r}).")
-        return weight_map
+                return dict.fromkeys(file.keys(), SINGLE_FILE)
+        return read_index(self._locate(INDEX_FILE).read_bytes(), self.name)
 
     def _find_single(self) -> Path | None:
         try:
-            single = self._locate(_SINGLE)
+            single = self._locate(SINGLE_FILE)
         except EntryNotFoundError:
             return None
         # A broken link is a damaged model, not one without that file.
-        return single if single.exists() or single.is_symlink() or not self._locate(_INDEX).exists() else None
+        return single if single.exists() or single.is_symlink() or not self._locate(INDEX_FILE).exists() else None
 
 
 def select(outline: Outline, names: Mapping[str, str], spec: ShardSpec) -> dict[str, str]:
@@ -189,13 +179,31 @@ def shard_hash(folder: str | Path, spec: ShardSpec) -> str:
         InvalidRequest: the model has no such layers.
         ModelNotFound, ModelDamaged, ModelUnsupported.
     """
-    path, name = resolve(str(folder), "target")
+    return tensors_hash(*_tensors_of(*resolve(str(folder), "target"), spec))
+
+
+def shard_hash_here(folder: Path, name: str, spec: ShardSpec) -> str:
+    """Return `shard_hash` of the model `name`, empty where `folder` lacks some of its files: nothing is fetched.
+
+    Raises:
+        InvalidRequest: the model has no such layers.
+        ModelDamaged, ModelUnsupported.
+    """
+    if not any((folder / file_name).is_file() for file_name in (SINGLE_FILE, INDEX_FILE)):
+        return ""
+    checkpoint, chosen = _tensors_of(str(folder), name, spec)
+    is_here = all(checkpoint.file(tensor).is_file() for tensor in chosen.values())
+    return tensors_hash(checkpoint, chosen) if is_here else ""
+
+
+def _tensors_of(path: str, name: str, spec: ShardSpec) -> tuple[Checkpoint, dict[str, str]]:
+    """Return a model's files, and which tensors in them are a stage's."""
     config, path = load_config(path, name), at_commit(path)
     refuse_by_config(config)
     outline = find_outline(path, name, config)
     spec.check(outline.num_layers, name)
     checkpoint = Checkpoint(path, name)
-    return tensors_hash(checkpoint, select(outline, checkpoint.tensors, spec))
+    return checkpoint, select(outline, checkpoint.tensors, spec)
 
 
 def tensors_hash(checkpoint: Checkpoint, chosen: Mapping[str, str]) -> str:

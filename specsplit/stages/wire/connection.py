@@ -54,7 +54,7 @@ class Connection:
         """Configure every stage, then open the streams, which is done once every stage reaches the next.
 
         Raises:
-            NextUnreachable: a stage cannot reach the next one.
+            NextUnreachable: a stage, which is not the last, cannot reach the next one.
             SpecSplitError: a stage refuses, or is lost. Nothing stays open.
         """
         num_stages = len(self.peers)
@@ -73,11 +73,12 @@ class Connection:
         ]
 
     async def _stream(self, index: int) -> Duplex:
+        peer = self.peers[index]
         try:
-            return await self.peers[index].stream(self.chain)
+            return await peer.stream(self.chain)
         except NextUnreachable as error:
-            if index + 1 == len(self.peers):
-                raise
+            if peer is self.peers[-1]:
+                raise WorkerUnreachable(f"{peer.name} opens no stream, although none is behind it: {error}") from error
             raise self._next_unreachable(index) from error
 
     def _next_unreachable(self, index: int) -> NextUnreachable:

@@ -38,13 +38,16 @@ class ChainConnector:
         self._is_closed = False
         self._down: tuple[float, SpecSplitError] | None = None
         """When and why the chain could not be restored last."""
+        self._failure: SpecSplitError | None = None
+        """Why the connection before was given up, or what the tries to make another one have met since."""
 
     @property
     def trouble(self) -> SpecSplitError | None:
         """Return why the chain is not whole just now, None if it is."""
-        if self.connection is not None:
-            return self.connection.lost
-        return self._down[1] if self._down else WorkerUnreachable("The chain has not been connected.")
+        connection = self.connection
+        if connection is None:
+            return self._failure or WorkerUnreachable("The chain has not been connected.")
+        return connection.lost and (self._failure or connection.lost)
 
     @property
     def is_down(self) -> bool:
@@ -85,6 +88,8 @@ class ChainConnector:
         """Make a chain of the members in the place of the one before."""
         before, self.connection = self.connection, None
         if before is not None:
+            anew = WorkerUnreachable("The chain is being connected anew.")
+            self._failure = self._failure or before.lost or anew
             await self._close(before)
         connection = Connection(self.next_chain(), self._members.stages, self._on_draining)
         is_first = self.statistics.num_connections == 0
@@ -98,7 +103,7 @@ class ChainConnector:
             await connection.aclose(in_order=True)
             self.check_open()
         self.statistics.num_connections += 1
-        self.connection = connection
+        self.connection, self._failure = connection, None
         self._members.note_connected()
         self.on_connected()
         return connection
@@ -137,6 +142,7 @@ class ChainConnector:
                 error = error or not_answered(self._members.all, limit_s)
             except SpecSplitError as failure:
                 error = failure
+            self._failure = error
             is_final = is_again or isinstance(error, PeerMismatch | WorkerClosed)
             if is_final or loop.time() + _PAUSE_S[1] > end_s:
                 break
