@@ -169,16 +169,20 @@ def distill(
     stages.distill_draft(run, minutes * 3 / 4)
 
 
+_SHARE = "Of the {}'s weights as the sitting ended; left out if it was not trained."
+
+
 @app.command()
 def settle(
     work: Work,
-    target_share: Annotated[float, typer.Option(min=0, max=1, help="Of the target's weights as the sitting ended.")],
-    draft_share: Annotated[float, typer.Option(min=0, max=1, help="The same of the draft's.")],
+    target_share: Annotated[float | None, typer.Option(min=0, max=1, help=_SHARE.format("target"))] = None,
+    draft_share: Annotated[float | None, typer.Option(min=0, max=1, help=_SHARE.format("draft"))] = None,
 ) -> None:
     """After a sitting that went on from a pair: keep weights between those at its beginning and at its end."""
     from benchmarks.research.train_pair import mean
 
-    mean.settle(_run(work), {"target": target_share, "draft": draft_share})
+    shares = {"target": target_share, "draft": draft_share}
+    mean.settle(_run(work), {name: share for name, share in shares.items() if share is not None})
 
 
 @app.command()
