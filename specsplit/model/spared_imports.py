@@ -4,16 +4,19 @@ These are torch's compiler, its tensors over several machines, and what scores a
 transformers is imported, names of these packages are stood in for. Whoever uses such a name later gets the real one,
 which is imported then; whoever imports such a package himself gets it whole.
 
-Functions that transformers marks for the compiler meanwhile stay unmarked: layers of FP8 and of sparse experts on
-GPUs. So nothing is spared where torch has a GPU.
+Nothing is spared where torch has a GPU, or in a process that torchrun started or that is one of several by now: they
+need the compiler and those tensors. What else differs is in docs/adr/0032.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 
+_torch: Any = torch
 _SPARED = (
     "torch._dynamo",
     "torch.distributed._composable",
@@ -31,18 +35,26 @@ _SPARED = (
     "scipy",
     "sklearn",
 )
+_OF_SEVERAL = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables that torchrun sets."""
+_ANSWERED = ("transformers", "torch.compiler", "importlib")
+"""Modules whose imports are stood in for; others get what they ask for."""
 _Call = tuple[Sequence[Any], Mapping[str, Any]]
-_MARKS = ("torch._dynamo.allow_in_graph", "torch._dynamo.assume_constant_result", "torch._dynamo.disable")
 
 
 def import_lean(*modules: str) -> None:
     """Import these modules of transformers without what they need not have; with it if they do need it."""
-    if any(module not in sys.modules for module in modules) and not torch.cuda.is_available():
+    if any(module not in sys.modules for module in modules) and _can_spare():
         with suppress(Exception), _sparing():  # another transformers may ask more of a name than can be stood in for
             # Before others take the function from there: it would import the class to say that there is no instance.
             vars(import_module("transformers.distributed.utils")).update(is_dtensor=_is_dtensor)
             _import_all(modules)
     _import_all(modules)
+
+
+def _can_spare() -> bool:
+    is_of_several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not (torch.accelerator.is_available() or is_of_several or any(name in os.environ for name in _OF_SEVERAL))
 
 
 def _import_all(modules: Sequence[str]) -> None:
@@ -77,7 +89,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         """Return the spec of a stand-in, None for what is not spared or not there."""
-        if not self.is_own_thread or not _is_in(fullname, self._packages):
+        if threading.get_ident() != self._thread or not _is_in(fullname, self._packages):
             return None
         real = PathFinder.find_spec(fullname, path)
         if real is None:
@@ -95,20 +107,19 @@ class _Finder(MetaPathFinder, Loader):
         """Do nothing: names are made as they are asked for."""
 
     @property
-    def is_own_thread(self) -> bool:
-        """Whether the caller is the thread that it stands in for."""
-        return threading.get_ident() == self._thread
-
-    @property
     def is_active(self) -> bool:
         """Whether it still stands in for packages."""
         return self in sys.meta_path
+
+    def is_for(self, module: str) -> bool:
+        """Return whether what this module imports now is stood in for."""
+        return self.is_active and threading.get_ident() == self._thread and _is_in(module, _ANSWERED)
 
     def end(self) -> None:
         """Leave no trace in what is imported from now on."""
         if self.is_active:
             sys.meta_path.remove(self)
-        for name, module in self._modules.items():
+        for name, module in list(self._modules.items()):
             if sys.modules.get(name) is module:
                 del sys.modules[name]
             package, _, own = name.rpartition(".")
@@ -121,26 +132,49 @@ def _is_in(name: str, packages: Sequence[str]) -> bool:
 
 
 class _Module(ModuleType):
-    """Stands in for a module: every name that is asked of it is a `_Name`, or does nothing if it marks functions."""
+    """Stands in for a module: each name that transformers asks of it is a `_Name`, or a mark that needs no compiler."""
 
     def __init__(self, name: str, finder: _Finder) -> None:
         super().__init__(name)
         self._finder = finder
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        # Whoever looks through all modules asks for such names, but for these two.
+        if name.startswith("__") and name not in ("__all__", "__version__") and self._finder.is_active:
             raise AttributeError(name)
-        if not self._finder.is_own_thread:  # it works with such a module at this very moment
+        if not self._finder.is_for(sys._getframe(1).f_globals.get("__name__", "")):
             self._finder.end()
             return getattr(import_module(self.__name__), name)
-        if f"{self.__name__}.{name}" in _MARKS:
-            return _unmarked
-        return _Name(self.__name__, name, self._finder)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        mark = _MARKS.get(f"{self.__name__}.{name}")
+        return _Name(self.__name__, name, self._finder) if mark is None else mark
 
 
-def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-    """Return the function that a mark of the compiler is set on, or the decorator that would set it."""
-    return _unmarked if function is None else function
+def _allow_in_graph(function: Any) -> Any:
+    return function
+
+
+def _assume_constant_result(function: Any) -> Any:
+    function._dynamo_marked_constant = True  # all that the compiler's own function does
+    return function
+
+
+def _disable(function: Any = None, recursive: bool = True, **_: Any) -> Any:
+    if function is None:
+        return lambda marked: _disable(marked, recursive)
+    return _torch._disable_dynamo(function, recursive)  # asks for the compiler when the function is called
+
+
+_MARKS: Mapping[str, Any] = {
+    "torch._dynamo.allow_in_graph": _allow_in_graph,
+    "torch._dynamo.assume_constant_result": _assume_constant_result,
+    "torch._dynamo.disable": _disable,
+}
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class _Name:
@@ -149,11 +183,11 @@ class _Name:
     No object is an instance of a class that was never imported.
     """
 
-    def __init__(
-        self, module: str, name: str, finder: _Finder, call: tuple[Any, Mapping[str, Any]] | None = None
-    ) -> None:
-        self._place, self._finder, self._call = (module, name), finder, call
-        self._found: Any = None
+    __slots__ = ("_call", "_finder", "_found", "_place")
+
+    def __init__(self, module: str, name: str, finder: _Finder, call: _Call | None = None) -> None:
+        for slot, value in (("_place", (module, name)), ("_finder", finder), ("_call", call), ("_found", None)):
+            object.__setattr__(self, slot, value)
 
     def _real(self) -> Any:
         """Return what it stands for, imported now if it was not."""
@@ -161,7 +195,7 @@ class _Name:
             self._finder.end()
             module, name = self._place
             found: Any = getattr(import_module(module), name)
-            self._found = found if self._call is None else found(*self._call[0], **self._call[1])
+            object.__setattr__(self, "_found", found if self._call is None else found(*self._call[0], **self._call[1]))
         return self._found
 
     @property
@@ -175,9 +209,12 @@ class _Name:
         return self._real()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and self._finder.is_active:
             raise AttributeError(name)
         return getattr(self._real(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real(), name, value)
 
     def __instancecheck__(self, instance: object) -> bool:
         return self._is_imported and isinstance(instance, self._real())
@@ -194,13 +231,20 @@ class _Name:
     def __exit__(self, *error: Any) -> Any:
         return self._real().__exit__(*error)
 
-    def __or__(self, other: Any) -> _Name:
-        return self  # in an annotation
+    def __or__(self, other: Any) -> Any:
+        return Any if self._finder.is_active else self._real() | other  # in an annotation
 
-    __ror__ = __or__
+    def __ror__(self, other: Any) -> Any:
+        return Any if self._finder.is_active else other | self._real()
 
     def __eq__(self, other: object) -> bool:
         return self is other or self._real() == other
 
     def __hash__(self) -> int:
         return hash(self._real())
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._real(),)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return deepcopy(self._real())
