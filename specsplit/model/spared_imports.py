@@ -142,7 +142,9 @@ class _Module(ModuleType):
         # Whoever looks through all modules asks for such names, but for these two.
         if name.startswith("__") and name not in ("__all__", "__version__") and self._finder.is_active:
             raise AttributeError(name)
-        if not self._finder.is_for(sys._getframe(1).f_globals.get("__name__", "")):
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is None or not self._finder.is_for(caller.f_globals.get("__name__", "")):
             self._finder.end()
             return getattr(import_module(self.__name__), name)
         if name.startswith("__"):
