@@ -140,7 +140,7 @@ def read_index(content: bytes, name: str) -> dict[str, str]:
     weight_map = cast("dict[str, str]", files)
     # An index comes from the network: a path out of the folder must not be opened.
     for file in set(weight_map.values()):
-        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file:
             raise ModelDamaged(f"The {INDEX_FILE} of {name} leads out of the model's folder ({file!r}).")
     return weight_map
 

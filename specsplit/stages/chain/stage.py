@@ -96,9 +96,12 @@ class StageEngine:
 
     def forward_now(self, packet: Packet) -> Packet | None:
         """Do what `forward` does without a turn of the event loop; None if it takes too long for that."""
-        if not self._loop_share.takes(packet.num_tokens):
+        if not self._loop_share.takes(packet.num_tokens) or any(map(self._gives_back, packet.sessions)):
             return None
         return self._worker.do_now(self._loop_share.measuring(self._forward, packet))
+
+    def _gives_back(self, session: PacketSession) -> bool:
+        return session.slot < len(self._slots) and self._slots[session.slot].gives_back(session)
 
     async def end(self, slot: int, epoch: int | None = None) -> None:
         """Forget what a slot holds, all of it or until the end of an epoch; also if the caller is cancelled."""

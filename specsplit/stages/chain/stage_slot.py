@@ -9,6 +9,7 @@ import torch
 
 from specsplit.core.errors import InvalidPacket, StaleEpoch
 from specsplit.core.types import SessionParams
+from specsplit.model.attention.paths import slot_rows
 from specsplit.model.kv_cache import KVCache
 from specsplit.sampling.sampler import Sampler
 from specsplit.stages.packet import KeepList, PacketSession
@@ -26,6 +27,8 @@ class StageSlot:
         self.ids: list[int] = []
         """Alike, where token ids travel with packets."""
         self.pending: PendingRows | None = None
+        self._num_touched = 0
+        """Rows, from the first on, that may have memory."""
         self._sampler: Sampler | None = None
 
     def sampler(self, params: SessionParams, vocab_size: int, device: torch.device) -> Sampler:
@@ -56,14 +59,14 @@ class StageSlot:
         Returns how many rows the slot has of those that the session builds on; None if all, so that it can be run.
         """
         if session.epoch > self.epoch:
-            self._begin(session.epoch, session.start, cache)
+            self._begin(session.epoch, session.start, _rows_for(session), cache)
         if session.keep is not None:
             self._keep(session.keep, cache)
         # The coordinator is the one owner of length: longer is truncated, shorter or different is reported.
         if session.start > self.length:
             return self.length
         if session.start and self.hashes[session.start - 1] != session.base_hash:
-            self._begin(session.epoch, 0, cache)
+            self._begin(session.epoch, 0, 0, cache)
             return 0
         self.length, self.pending = session.start, None
         return None
@@ -73,14 +76,24 @@ class StageSlot:
         self.hashes[session.start :] = session.hashes
         self.ids[session.start :] = session.token_ids
         self.pending = PendingRows(request_id, session.start, session.num_tokens)
+        self._num_touched = max(self._num_touched, _rows_for(session))
 
-    def _begin(self, epoch: int, start: int, cache: KVCache) -> None:
-        """Begin an epoch at a row: what lies from there on is forgotten, and its memory given back."""
+    def gives_back(self, session: PacketSession) -> bool:
+        """Whether the session's packet makes the slot give memory back, which takes a while if it is much."""
+        return session.epoch > self.epoch and self._num_touched > _rows_for(session)
+
+    def _begin(self, epoch: int, start: int, num_needed: int, cache: KVCache) -> None:
+        """Begin an epoch at a row: what lies from there on is forgotten, and its memory given back but for rows needed.
+
+        Those are written next.
+        """
         # A slot's next session may be here before the end of the last one is. That end then comes too late to do
         # anything, and the coordinator has given the rows of the last session to others.
         self.epoch, self.pending, self.length = epoch, None, min(self.length, start)
         del self.hashes[start:], self.ids[start:]
-        cache.return_rows(self.index, start)
+        if self._num_touched > num_needed:
+            cache.return_rows(self.index, num_needed)
+            self._num_touched = num_needed
 
     def _keep(self, keep: KeepList, cache: KVCache) -> None:
         pending = self.pending
@@ -109,6 +122,12 @@ class StageSlot:
         """Take over what another process held in this slot."""
         self.epoch, self.length, self.pending = state.epoch, state.length, state.pending
         self.hashes, self.ids = list(state.hashes), list(state.token_ids)
+        self._num_touched = slot_rows(self.num_rows) if self.num_rows else 0
+
+
+def _rows_for(session: PacketSession) -> int:
+    """Return the rows that have memory once the session's packet is computed: whole blocks."""
+    return slot_rows(session.start + session.num_tokens)
 
 
 def emptied_slot(cache: KVCache, index: int, epoch: int = -1) -> StageSlot:
