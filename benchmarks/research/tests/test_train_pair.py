@@ -213,6 +213,25 @@ def test_distillation_raises_agreement(stream: Stream, words, tmp_path: Path):
     assert after["coupled"] <= after["one_minus_tv"] + 0.05
 
 
+def test_a_draft_that_goes_on_reads_long_rows_every_other_time(stream: Stream, monkeypatch: pytest.MonkeyPatch):
+    target, lengths = toy(), list[int]()
+    reader, draft = Forward(target, torch.float32), model.new_draft(DRAFT, target, 3)
+    teacher, batch = Teacher(stream, reader, 2), Teacher.batch
+
+    def noted(self: Teacher, position: int, num_blocks: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths.append(length)
+        return batch(self, position, num_blocks, length)
+
+    monkeypatch.setattr(Teacher, "batch", noted)
+    for first_tv_weight, wanted in ((0.0, [ROW_TOKENS, ROW_TOKENS]), (0.4, [ROW_TOKENS, BLOCK_TOKENS])):
+        task = DraftTask(
+            draft, Forward(draft, torch.float32), Losses.new(), teacher, None, Batches(1, 1), first_tv_weight
+        )
+        assert [task.backward(position, 0.0)[1] for position in (0, 1)] == [1, 1]
+        assert lengths == wanted
+        lengths.clear()
+
+
 def test_a_teacher_computes_a_block_it_keeps_once_and_says_the_same_again(stream: Stream):
     target = toy()
     reader = Forward(target, torch.float32)

@@ -42,9 +42,19 @@ class DraftTask:
     first_tv_weight: float = 0.0
     """Weight of total variation at the start: none for a new draft, whose gradient it would starve."""
 
+    def _length(self, position: int, fraction: float) -> int:
+        """Return the length of the human rows of a batch.
+
+        A draft that goes on reads long ones every other time from the beginning: on short ones alone it forgets what
+        lies far back, and the end of the run does not bring that back (docs/training.md).
+        """
+        if self.first_tv_weight and position // self.batches.blocks % 2:
+            return BLOCK_TOKENS
+        return length_at(fraction)
+
     def backward(self, position: int, fraction: float) -> tuple[float, int, int]:
         """Accumulate the gradients of one batch of each text."""
-        texts = [(self.human, length_at(fraction))]
+        texts = [(self.human, self._length(position, fraction))]
         if self.own is not None:
             texts.append((self.own, ROW_TOKENS))
         parts = self.batches.blocks // self.batches.micro_blocks
