@@ -193,7 +193,7 @@ def without_draft_patience(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_time_to_live(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SessionTable, "sweep", lambda table: 0)
+    patch.setattr(SessionTable, "sweep", lambda table, waiting: 0)
 
 
 def with_endings_that_wait(patch: pytest.MonkeyPatch) -> None:
