@@ -101,7 +101,8 @@ class StageEngine:
         return self._worker.do_now(self._loop_share.measuring(self._forward, packet))
 
     def _gives_back(self, session: PacketSession) -> bool:
-        return session.slot < len(self._slots) and self._slots[session.slot].gives_back(session)
+        has_slot = session.slot < len(self._slots)
+        return has_slot and self._slots[session.slot].gives_back(session, self.shard.runner.cache)
 
     async def end(self, slot: int, epoch: int | None = None) -> None:
         """Forget what a slot holds, all of it or until the end of an epoch; also if the caller is cancelled."""

@@ -9,7 +9,6 @@ import torch
 
 from specsplit.core.errors import InvalidPacket, StaleEpoch
 from specsplit.core.types import SessionParams
-from specsplit.model.attention.paths import slot_rows
 from specsplit.model.kv_cache import KVCache
 from specsplit.sampling.sampler import Sampler
 from specsplit.stages.packet import KeepList, PacketSession
@@ -27,8 +26,8 @@ class StageSlot:
         self.ids: list[int] = []
         """Alike, where token ids travel with packets."""
         self.pending: PendingRows | None = None
-        self._num_touched = 0
-        """Rows, from the first on, that may have memory."""
+        self._num_written = 0
+        """Rows, from the first on, that were written since memory was given back last."""
         self._sampler: Sampler | None = None
 
     def sampler(self, params: SessionParams, vocab_size: int, device: torch.device) -> Sampler:
@@ -59,7 +58,7 @@ class StageSlot:
         Returns how many rows the slot has of those that the session builds on; None if all, so that it can be run.
         """
         if session.epoch > self.epoch:
-            self._begin(session.epoch, session.start, _rows_for(session), cache)
+            self._begin(session.epoch, session.start, session.start + session.num_tokens, cache)
         if session.keep is not None:
             self._keep(session.keep, cache)
         # The coordinator is the one owner of length: longer is truncated, shorter or different is reported.
@@ -76,11 +75,15 @@ class StageSlot:
         self.hashes[session.start :] = session.hashes
         self.ids[session.start :] = session.token_ids
         self.pending = PendingRows(request_id, session.start, session.num_tokens)
-        self._num_touched = max(self._num_touched, _rows_for(session))
+        self._num_written = max(self._num_written, session.start + session.num_tokens)
 
-    def gives_back(self, session: PacketSession) -> bool:
+    def gives_back(self, session: PacketSession, cache: KVCache) -> bool:
         """Whether the session's packet makes the slot give memory back, which takes a while if it is much."""
-        return session.epoch > self.epoch and self._num_touched > _rows_for(session)
+        return session.epoch > self.epoch and self._has_more(session.start + session.num_tokens, cache)
+
+    def _has_more(self, num_rows: int, cache: KVCache) -> bool:
+        """Whether more rows may hold memory than so many rows need."""
+        return cache.rows_for(self._num_written) > cache.rows_for(num_rows)
 
     def _begin(self, epoch: int, start: int, num_needed: int, cache: KVCache) -> None:
         """Begin an epoch at a row: what lies from there on is forgotten, and its memory given back but for rows needed.
@@ -91,9 +94,9 @@ class StageSlot:
         # anything, and the coordinator has given the rows of the last session to others.
         self.epoch, self.pending, self.length = epoch, None, min(self.length, start)
         del self.hashes[start:], self.ids[start:]
-        if self._num_touched > num_needed:
-            cache.return_rows(self.index, num_needed)
-            self._num_touched = num_needed
+        if self._has_more(num_needed, cache):
+            cache.return_rows(self.index, cache.rows_for(num_needed))
+            self._num_written = num_needed
 
     def _keep(self, keep: KeepList, cache: KVCache) -> None:
         pending = self.pending
@@ -122,12 +125,7 @@ class StageSlot:
         """Take over what another process held in this slot."""
         self.epoch, self.length, self.pending = state.epoch, state.length, state.pending
         self.hashes, self.ids = list(state.hashes), list(state.token_ids)
-        self._num_touched = slot_rows(self.num_rows) if self.num_rows else 0
-
-
-def _rows_for(session: PacketSession) -> int:
-    """Return the rows that have memory once the session's packet is computed: whole blocks."""
-    return slot_rows(session.start + session.num_tokens)
+        self._num_written = self.num_rows
 
 
 def emptied_slot(cache: KVCache, index: int, epoch: int = -1) -> StageSlot:
