@@ -14,16 +14,26 @@ from operator import attrgetter
 from typing import Literal
 
 from specsplit.core.record import record
-from specsplit.speculation.constants import SURE_FACTOR, SWITCH_MARGIN, SWITCH_PATIENCE, TREE_SIZES
+from specsplit.speculation.constants import (
+    CONTENDED,
+    CONTENDED_ROWS,
+    SURE_FACTOR,
+    SWITCH_MARGIN,
+    SWITCH_PATIENCE,
+    TREE_SIZES,
+)
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.worker_times import DraftTimes
 
 RoundMode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
 """How a round is run; a `lookup` round verifies lookup's nodes and waits for no draft."""
 PLAIN: RoundMode = "plain"
-RateCorrector = Callable[[RoundMode, float], float]
+RatedMode = RoundMode | Literal["bare stream"]
+"""A mode with a correction of its own: a stream without nodes asks nothing of the draft, so it tells nothing of it."""
+RateCorrector = Callable[[RatedMode, float], float]
 """Returns the tokens per second to expect of a mode for which the model predicts so many."""
-_CONCURRENT = ("overlap", "stream")
+CONCURRENT: tuple[RoundMode, ...] = ("overlap", "stream")
+"""The modes in which draft and target compute at the same time."""
 _RATE = attrgetter("tokens_per_s")
 _Tree = tuple[int, int, float]
 """Nodes, levels, and the seconds in which the draft grows them."""
@@ -53,7 +63,15 @@ class Costs:
 
     def verify_in(self, mode: RoundMode) -> StepTimes:
         """Return the times of a verify in `mode`."""
-        return self.verify_concurrent if self.verify_concurrent is not None and mode in _CONCURRENT else self.verify
+        return self.verify_concurrent if self.verify_concurrent is not None and mode in CONCURRENT else self.verify
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether draft and target have been seen to slow each other much, as where they share cores."""
+        concurrent = self.verify_concurrent
+        if concurrent is None:
+            return False
+        return concurrent.seconds(CONTENDED_ROWS) > CONTENDED * self.verify.seconds(CONTENDED_ROWS)
 
     def verify_curve(self, mode: RoundMode, max_rows: int) -> Sequence[float]:
         """Return the seconds of a verify in `mode` by the rows of each session."""
@@ -187,6 +205,8 @@ class Decision(ModePlan):
     """Sessions in a step when it was made."""
     load: int = 1
     """Sessions at the target then."""
+    rated_mode: RatedMode = PLAIN
+    """The mode whose correction counts for it."""
 
 
 def choose_plan(
@@ -228,14 +248,19 @@ def choose_plan(
 def _corrected(plans: Sequence[ModePlan], correct: RateCorrector) -> list[ModePlan]:
     """Return the plans with the rates that are to be expected."""
     return [
-        ModePlan(plan.mode, plan.nodes, plan.depth, correct(plan.mode, plan.tokens_per_s), plan.tokens_per_s)
+        ModePlan(plan.mode, plan.nodes, plan.depth, correct(_rated_mode(plan), plan.tokens_per_s), plan.tokens_per_s)
         for plan in plans
     ]
 
 
 def _decision(plan: ModePlan, plans: tuple[ModePlan, ...], num_beaten: int = 0) -> Decision:
     rate, predicted = plan.tokens_per_s, plan.predicted_tokens_per_s
-    return Decision(plan.mode, plan.nodes, plan.depth, rate, predicted, plans, num_beaten)
+    return Decision(plan.mode, plan.nodes, plan.depth, rate, predicted, plans, num_beaten, rated_mode=_rated_mode(plan))
+
+
+def _rated_mode(plan: ModePlan) -> RatedMode:
+    """Return the mode whose correction counts for a plan."""
+    return "bare stream" if plan.mode == "stream" and not plan.nodes else plan.mode
 
 
 def _trees(costs: Costs, limits: Limits) -> list[_Tree]:

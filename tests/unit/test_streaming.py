@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -32,17 +33,19 @@ def serve(
     branching: int = 1,
     reader_s: float = 0.0,
     diary: Diary | None = None,
+    worker: type[TimedDraft] = TimedDraft,
+    num_tokens: int = REQUEST.max_new_tokens,
 ) -> Result:
     """Serve one request whose reader takes `reader_s` for each chunk."""
     diary = diary or Diary()
     target = TimedTarget(diary, lambda rows: VERIFY_S, round_trip_s)
-    draft = TimedDraft(diary, level_s, guess)
+    draft = worker(diary, level_s, guess)
     speculation = Speculation(mode=mode, lookup=False, nodes=6, depth=4, branching=branching)
 
     async def main() -> Result:
         owner = Orchestrator(target, None if mode == "plain" else draft, FakeTokenizer(), speculation, LoopClock())
         result = None
-        async for chunk in owner.stream(REQUEST):
+        async for chunk in owner.stream(replace(REQUEST, max_new_tokens=num_tokens)):
             await asyncio.sleep(reader_s)
             result = chunk.result
         await asyncio.sleep(1)
@@ -74,6 +77,33 @@ def test_after_a_miss_the_target_waits_for_nodes_that_pay_off():
     overlapped = serve("overlap", good_guess, branching=2, round_trip_s=0.004)
     assert stream.token_ids == overlapped.token_ids
     assert stream.timings.tokens_per_s > 0.95 * overlapped.timings.tokens_per_s
+
+
+class _GivesUpSlowly(TimedDraft):
+    """A draft elsewhere: it takes a moment until a call that nobody wants any more has ended."""
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        try:
+            return await super().propose(turn, known_nodes, budget)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.002)
+            raise
+
+
+def test_after_a_miss_the_draft_is_asked_once_its_call_has_ended():
+    at_once = serve("stream", good_guess, branching=2, level_s=0.004)
+    slowly = serve("stream", good_guess, branching=2, level_s=0.004, worker=_GivesUpSlowly)
+    assert slowly.token_ids == at_once.token_ids
+    assert slowly.timings.tokens_per_s > 0.9 * at_once.timings.tokens_per_s
+
+
+@pytest.mark.parametrize("num_tokens", [105, 107])  # a miss lies before the last token
+def test_a_target_waits_for_no_nodes_that_have_no_room(num_tokens: int):
+    diary = Diary()
+    serve("stream", good_guess, branching=2, level_s=0.008, diary=diary, num_tokens=num_tokens)
+    begun = [at for at, what, phase in diary.entries if (what, phase) == ("verify", "begins")]
+    ended = [at for at, what, phase in diary.entries if (what, phase) == ("verify", "ends")]
+    assert begun[-1] == pytest.approx(ended[-2])
 
 
 @pytest.mark.parametrize(("guess", "level_s"), [(good_guess, 0.2), (random_guess, 0.001), (random_guess, 0.2)])

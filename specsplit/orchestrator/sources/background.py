@@ -69,13 +69,14 @@ class BackgroundDrafting:
         return self.is_running and not self.is_probe and self._draft.trouble is None
 
     def grow(self, budget: Budget, num_steps_away: int = 0) -> None:
-        """Begin to grow the tree, unless the draft is at work already.
+        """Begin to grow the tree, unless the draft is at work already; behind a call that was cut, as soon as it ends.
 
         `num_steps_away` verifies of a streaming target pass while a commit and its answer travel.
         """
-        if not self.is_running:
+        task = self.task if self.is_running else None
+        if task is None or task.cancelling():
             self.is_probe = False
-            self._start(self._grow(budget, num_steps_away))
+            self._start(self._grow(budget, num_steps_away, task))
 
     def probe(self, budget: Budget) -> None:
         """Ask the draft once without waiting, to learn what its tree would be worth."""
@@ -99,8 +100,10 @@ class BackgroundDrafting:
         if isinstance(answer, Proposal):
             self._take(answer, budget)
 
-    async def _grow(self, budget: Budget, num_steps_away: int) -> None:
-        """Ask for more nodes until the tree is full or the draft has none."""
+    async def _grow(self, budget: Budget, num_steps_away: int, cut: asyncio.Task[None] | None) -> None:
+        """Ask for more nodes until the tree is full or the draft has none, once the call that was `cut` has ended."""
+        if cut is not None:
+            await asyncio.wait({cut})
         num_nodes = max(budget.max_new_nodes, 2)  # one would only ever follow the likeliest path
         branching = max(budget.max_branching, AHEAD_BRANCHING) if budget.max_branching > 1 else 1
         depth = (2 + num_steps_away) * (budget.max_depth + 1) - 1
