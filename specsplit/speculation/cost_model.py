@@ -224,8 +224,17 @@ def choose_plan(
     """
     trees = _trees(costs, limits)
     plans = [ModePlan(PLAIN, 0, 0, 1 / round_s(PLAIN, 0, 0, costs))]
-    plans += [_best_plan(mode, profile, trees, costs, limits) for mode, profile in profiles.items() if mode != PLAIN]
-    corrected = tuple(sorted(_corrected(plans, correct), key=_RATE, reverse=True))
+    plans += [
+        _best_plan(mode, profile, trees, costs, limits)
+        for mode, profile in profiles.items()
+        if mode != PLAIN and (mode != "stream" or profile.accept_by_depth[0] > 0)
+    ]
+    if "stream" in profiles:  # without a tree, too: which of the two is better may be seen by their rounds alone
+        plans.append(ModePlan("stream", 0, 0, tokens_per_s("stream", 1.0, 0, 0, costs)))
+    best_by_mode: dict[RoundMode, ModePlan] = {}
+    for plan in sorted(_corrected(plans, correct), key=_RATE, reverse=True):
+        best_by_mode.setdefault(plan.mode, plan)
+    corrected = tuple(best_by_mode.values())
     best = corrected[0]
     if last is None:
         return _decision(best, corrected)
@@ -278,9 +287,9 @@ def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
 
 
 def _best_plan(mode: RoundMode, profile: Profile, trees: Sequence[_Tree], costs: Costs, limits: Limits) -> ModePlan:
-    """Return the best plan of one mode; of equals the smaller tree."""
+    """Return the best plan of one mode with a tree; of equals the smaller one."""
     max_nodes, verify = limits.nodes[-1], costs.verify_curve(mode, limits.nodes[-1] + 1)
-    best_rate = 1 / _rounds_s(mode, [(0, 0, 0.0)], verify, costs)[0] if mode == "stream" else 0.0
+    best_rate = 0.0
     best_nodes = best_depth = expected_depth = 0
     expected: tuple[float, ...] = ()
     for (nodes, depth, _), seconds in zip(trees, _rounds_s(mode, trees, verify, costs), strict=True):

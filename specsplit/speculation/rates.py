@@ -74,8 +74,9 @@ class RateCorrections:
 
     Predictions of all modes with a draft rest on the same acceptance counts. So a mode that was never tried begins
     with the smallest factor of those that were, and never above 1. Where draft and target share cores, ping-pong does
-    not begin with that of concurrent modes, in which they slow each other. What slows plain decoding (prompts of
-    others, a busy machine) slows every mode: so plain decoding's counts among them, and none is forgiven beyond it.
+    not begin with that of concurrent modes, in which they slow each other; nor does any mode with that of a stream
+    without nodes, which asks nothing of the draft. What slows plain decoding (prompts of others, a busy machine) slows
+    every mode: so plain decoding's counts among them, and none is forgiven beyond it.
     """
 
     def __init__(self) -> None:

@@ -211,7 +211,7 @@ class TargetStream:
     async def _wait_for_the_client(self, committed_s: float) -> None:
         """Wait while too many commits are unacknowledged, and for nodes if that predicts more than a step now."""
         await asyncio.sleep(0)  # so that messages which have arrived already are taken in first
-        client, was_blocked = self._client, False
+        client, was_blocked, is_vain = self._client, False, False
         while True:
             waited_s = self._loop.time() - committed_s
             if was_blocked and not self._is_blocked:
@@ -227,15 +227,20 @@ class TargetStream:
                 # Somebody may begin to wait for the slot at any time.
                 left_s = min(left_s, max(client.patience_s - waited_s, _LOOK_S))
             else:
-                room = self._room if client.is_more_coming else 0
-                left_s = self._scheduler.wait_s(self._held()[1], waited_s, room)
+                left_s = 0.0
+                if client.is_more_coming:
+                    left_s = self._scheduler.wait_s(self._held()[1], waited_s, self._room)
                 if left_s < _LEAST_WAIT_S:
+                    if is_vain:
+                        self._scheduler.observe_vain_wait()
                     client.patience_s = min(SILENCE_S, client.patience_s + _EARNED_S)
                     return
             client.has_spoken.clear()
+            is_vain = not was_blocked
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s if left_s < math.inf else None):
                     await client.has_spoken.wait()
+                is_vain = False
 
 
 def _following(turn: Turn, verdict: Verdict) -> Turn:

@@ -77,6 +77,13 @@ class StreamScheduler:
             self._response_s.observe(after_s)
             self._expected, self._num_nodes = _mean(self._expected, expected), _mean(self._num_nodes, num_nodes)
 
+    def observe_vain_wait(self) -> None:
+        """Count a wait in which no node came: a draft that has become slow answers no miss at all.
+
+        The text goes on before it does, and its call is cut.
+        """
+        self._expected = _mean(self._expected, 1.0)
+
     def count(self, path_log_probs: Sequence[float]) -> int:
         """Return how many nodes, the likeliest first, to verify now."""
         if self._verify is None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from specsplit.speculation.cost_model import RoundMode
+from specsplit.speculation.cost_model import RatedMode
 from specsplit.speculation.rates import LookupShare, RateCorrections
 
 
-def corrected_after(num_rounds: int, taken_s: float, mode: RoundMode = "stream") -> RateCorrections:
+def corrected_after(num_rounds: int, taken_s: float, mode: RatedMode = "stream") -> RateCorrections:
     corrections = RateCorrections()
     for _ in range(num_rounds):
         corrections.observe(mode, 0.1, taken_s)

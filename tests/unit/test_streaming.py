@@ -80,14 +80,33 @@ def test_after_a_miss_the_target_waits_for_nodes_that_pay_off():
 
 
 class _GivesUpSlowly(TimedDraft):
-    """A draft elsewhere: it takes a moment until a call that nobody wants any more has ended."""
+    """A draft beside a busy loop: it takes a moment until a call that nobody wants any more has ended."""
+
+    ends_s = 0.002
+    num_under_way = most_calls = 0
 
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        self.num_under_way += 1
+        type(self).most_calls = max(self.most_calls, self.num_under_way)
         try:
             return await super().propose(turn, known_nodes, budget)
         except asyncio.CancelledError:
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(self.ends_s)
             raise
+        finally:
+            self.num_under_way -= 1
+
+
+class _BecomesSlow(TimedDraft):
+    """A draft whose machine has other work from its twentieth call on."""
+
+    num_asked = 0
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        self.num_asked += 1
+        if self.num_asked == 20:
+            self.level_s = 0.06
+        return await super().propose(turn, known_nodes, budget)
 
 
 def test_after_a_miss_the_draft_is_asked_once_its_call_has_ended():
@@ -95,6 +114,19 @@ def test_after_a_miss_the_draft_is_asked_once_its_call_has_ended():
     slowly = serve("stream", good_guess, branching=2, level_s=0.004, worker=_GivesUpSlowly)
     assert slowly.token_ids == at_once.token_ids
     assert slowly.timings.tokens_per_s > 0.9 * at_once.timings.tokens_per_s
+
+
+def test_a_draft_is_asked_once_at_a_time_however_long_a_cut_call_lasts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_GivesUpSlowly, "ends_s", 0.05)
+    monkeypatch.setattr(_GivesUpSlowly, "most_calls", 0)
+    serve("stream", good_guess, branching=2, level_s=0.004, worker=_GivesUpSlowly)
+    assert _GivesUpSlowly.most_calls == 1
+
+
+@pytest.mark.parametrize("level_s", [0.001, 0.004])
+def test_a_draft_that_becomes_slow_is_not_waited_for_again_and_again(level_s: float):
+    stream = serve("stream", good_guess, branching=2, level_s=level_s, worker=_BecomesSlow)
+    assert stream.timings.tokens_per_s > 0.9 * serve("plain").timings.tokens_per_s
 
 
 @pytest.mark.parametrize("num_tokens", [105, 107])  # a miss lies before the last token
