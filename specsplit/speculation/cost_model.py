@@ -218,9 +218,9 @@ def choose_plan(
 ) -> Decision:
     """Return the plan of most tokens per second among plain decoding and the modes of `profiles`.
 
-    The `last` decision stands until another plan beats it as `limits` require; plain decoding and the same mode
-    without nodes need no margin, so that speculating never stays where it only costs. A mode that is not offered any
-    more is left at once.
+    The `last` decision stands until another plan beats it as `limits` require; plain decoding, and a plan without nodes
+    over one with a tree, need no margin, so that speculating never stays where it only costs. A mode that is not
+    offered any more is left at once.
     """
     trees = _trees(costs, limits)
     plans = [ModePlan(PLAIN, 0, 0, 1 / round_s(PLAIN, 0, 0, costs))]
@@ -244,7 +244,7 @@ def choose_plan(
     (current,) = _corrected([revised], correct)
     # Hysteresis: the margin keeps noise from flipping the plan, patience keeps one odd moment from it. To speculate
     # less needs no margin, or a mode that gains nothing would stay within it for ever.
-    is_less_of_it = best.nodes == 0 and best.mode in (PLAIN, current.mode)
+    is_less_of_it = best.nodes == 0 and (current.nodes > 0 or best.mode in (PLAIN, current.mode))
     needed = current.tokens_per_s * (1 if is_less_of_it else 1 + limits.margin)
     if best.tokens_per_s <= needed:
         return _decision(current, corrected)

@@ -17,7 +17,6 @@ from specsplit.speculation.cost_model import (
     ModePlan,
     Profile,
     RateCorrector,
-    RatedMode,
     RoundMode,
     choose_plan,
     expected_by_nodes,
@@ -364,15 +363,6 @@ def test_a_stream_without_nodes_needs_a_margin_over_plain_decoding():
         assert (decision.mode, decision.nodes) == (expected, 0)
 
 
-def test_a_stream_whose_trees_disappoint_goes_on_without_them():
-    far = replace(costs_of(STAIRCASE), round_trip_s=STAIRCASE[1])
-    with_tree = choose_plan({"stream": GOOD}, far, LIMITS)
-    assert (with_tree.mode, with_tree.nodes > 0) == ("stream", True)
-    without = choose_plan({"stream": GOOD}, far, LIMITS, with_tree, scaled_by({"stream": 0.3}))
-    assert (without.mode, without.nodes) == ("stream", 0)
-    assert [plan.mode for plan in without.alternatives] == ["stream", "plain"], "one plan of each mode"
-
-
 def test_a_mode_no_longer_offered_is_left_at_once():
     costs = costs_of(STAIRCASE)
     decision = choose_plan({"overlap": GOOD}, costs, LIMITS)
@@ -390,7 +380,7 @@ def test_a_draft_that_becomes_good_is_taken_up_again():
     assert decision.mode == "pingpong"
 
 
-def scaled_by(share: dict[RatedMode, float]) -> RateCorrector:
+def scaled_by(share: dict[RoundMode, float]) -> RateCorrector:
     return lambda mode, predicted: predicted * share.get(mode, 1.0)
 
 

@@ -54,7 +54,7 @@ class BackgroundDrafting:
         self._draft, self._sink = draft, sink
         self._loop = asyncio.get_running_loop()
         self._next: tuple[Budget, int] | None = None
-        """What to grow once the task, which was cut, has ended: the draft takes one call at a time."""
+        """The tree to grow once the task, which was cut, has ended: the draft takes one call at a time."""
         self._is_late = False
         """Whether a round has waited for the task in vain."""
         self._arrival: asyncio.Future[None] | None = None
