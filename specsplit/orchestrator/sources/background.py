@@ -139,7 +139,6 @@ class BackgroundDrafting:
 
     def cut(self) -> None:
         """Cancel the call under way, whose nodes are of no use any more, unless the draft is still taking in text."""
-        self._next = None
         is_catching_up = self._draft.num_missing > MAX_CAUGHT_UP_TOKENS
         if self.task is not None and not self.task.cancelling() and not self.is_probe and not is_catching_up:
             self.task.cancel()
