@@ -39,7 +39,7 @@ FIXED = (PLAIN, "lookup", "pingpong", "pingpong-no-lookup")
 """The modes that one process runs."""
 LOOPBACK = "@loopback"
 IN_PROCESS = tuple(dict.fromkeys((PLAIN, WITH_DRAFT, AUTO, *ALONE, *FIXED)))
-SYSTEMS = (*IN_PROCESS, ASSISTED, *(name + LOOPBACK for name in (PLAIN, AUTO, ALONE[0])))
+SYSTEMS = (*IN_PROCESS, ASSISTED, *(name + LOOPBACK for name in (PLAIN, AUTO, *ALONE)))
 BESIDE_USELESS = (PLAIN, AUTO, ALONE[1], PLAIN + LOOPBACK, AUTO + LOOPBACK)
 TEMPERATURES = (0.0, 0.7, 1.0)
 LOWEST_OF_AUTO = 0.93

@@ -148,5 +148,12 @@ LEAST_PLAIN_FACTOR = 0.7
 
 Measured: prompts of eight sessions made it 0.3, and a draft at half its rate was kept for 900 rounds.
 """
+CONTENDED_ROWS = 5
+"""Rows of the forwards by which that is judged. Chosen: a small tree."""
+CONTENDED = 1.4
+"""Times as long as alone that a forward takes beside the draft where target and draft are said to share cores.
+
+Measured: 1.1 to 1.3 with a core for each, 1.5 to 2.0 with three threads on two cores.
+"""
 MAX_STALL = 10.0
 """Times its predicted seconds that a round counts at most. Measured: one stall of 5 s was believed for thousands."""

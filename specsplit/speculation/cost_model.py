@@ -14,16 +14,26 @@ from operator import attrgetter
 from typing import Literal
 
 from specsplit.core.record import record
-from specsplit.speculation.constants import SURE_FACTOR, SWITCH_MARGIN, SWITCH_PATIENCE, TREE_SIZES
+from specsplit.speculation.constants import (
+    CONTENDED,
+    CONTENDED_ROWS,
+    SURE_FACTOR,
+    SWITCH_MARGIN,
+    SWITCH_PATIENCE,
+    TREE_SIZES,
+)
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.worker_times import DraftTimes
 
 RoundMode = Literal["plain", "lookup", "pingpong", "overlap", "stream"]
 """How a round is run; a `lookup` round verifies lookup's nodes and waits for no draft."""
 PLAIN: RoundMode = "plain"
-RateCorrector = Callable[[RoundMode, float], float]
+RatedMode = RoundMode | Literal["bare stream"]
+"""A mode with a correction of its own: a stream without nodes asks nothing of the draft, so it tells nothing of it."""
+RateCorrector = Callable[[RatedMode, float], float]
 """Returns the tokens per second to expect of a mode for which the model predicts so many."""
-_CONCURRENT = ("overlap", "stream")
+CONCURRENT: tuple[RoundMode, ...] = ("overlap", "stream")
+"""The modes in which draft and target compute at the same time."""
 _RATE = attrgetter("tokens_per_s")
 _Tree = tuple[int, int, float]
 """Nodes, levels, and the seconds in which the draft grows them."""
@@ -53,7 +63,15 @@ class Costs:
 
     def verify_in(self, mode: RoundMode) -> StepTimes:
         """Return the times of a verify in `mode`."""
-        return self.verify_concurrent if self.verify_concurrent is not None and mode in _CONCURRENT else self.verify
+        return self.verify_concurrent if self.verify_concurrent is not None and mode in CONCURRENT else self.verify
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether draft and target have been seen to slow each other much, as where they share cores."""
+        concurrent = self.verify_concurrent
+        if concurrent is None:
+            return False
+        return concurrent.seconds(CONTENDED_ROWS) > CONTENDED * self.verify.seconds(CONTENDED_ROWS)
 
     def verify_curve(self, mode: RoundMode, max_rows: int) -> Sequence[float]:
         """Return the seconds of a verify in `mode` by the rows of each session."""
@@ -187,6 +205,8 @@ class Decision(ModePlan):
     """Sessions in a step when it was made."""
     load: int = 1
     """Sessions at the target then."""
+    rated_mode: RatedMode = PLAIN
+    """The mode whose correction counts for it."""
 
 
 def choose_plan(
@@ -198,14 +218,23 @@ def choose_plan(
 ) -> Decision:
     """Return the plan of most tokens per second among plain decoding and the modes of `profiles`.
 
-    The `last` decision stands until another plan beats it as `limits` require; plain decoding and the same mode
-    without nodes need no margin, so that speculating never stays where it only costs. A mode that is not offered any
-    more is left at once.
+    The `last` decision stands until another plan beats it as `limits` require; plain decoding, and a plan without nodes
+    over one with a tree, need no margin, so that speculating never stays where it only costs. A mode that is not
+    offered any more is left at once.
     """
     trees = _trees(costs, limits)
     plans = [ModePlan(PLAIN, 0, 0, 1 / round_s(PLAIN, 0, 0, costs))]
-    plans += [_best_plan(mode, profile, trees, costs, limits) for mode, profile in profiles.items() if mode != PLAIN]
-    corrected = tuple(sorted(_corrected(plans, correct), key=_RATE, reverse=True))
+    plans += [
+        _best_plan(mode, profile, trees, costs, limits)
+        for mode, profile in profiles.items()
+        if mode != PLAIN and (mode != "stream" or profile.accept_by_depth[0] > 0)
+    ]
+    if "stream" in profiles:  # without a tree, too: which of the two is better may be seen by their rounds alone
+        plans.append(ModePlan("stream", 0, 0, tokens_per_s("stream", 1.0, 0, 0, costs)))
+    best_by_mode: dict[RoundMode, ModePlan] = {}
+    for plan in sorted(_corrected(plans, correct), key=_RATE, reverse=True):
+        best_by_mode.setdefault(plan.mode, plan)
+    corrected = tuple(best_by_mode.values())
     best = corrected[0]
     if last is None:
         return _decision(best, corrected)
@@ -215,7 +244,7 @@ def choose_plan(
     (current,) = _corrected([revised], correct)
     # Hysteresis: the margin keeps noise from flipping the plan, patience keeps one odd moment from it. To speculate
     # less needs no margin, or a mode that gains nothing would stay within it for ever.
-    is_less_of_it = best.nodes == 0 and best.mode in (PLAIN, current.mode)
+    is_less_of_it = best.nodes == 0 and (current.nodes > 0 or best.mode in (PLAIN, current.mode))
     needed = current.tokens_per_s * (1 if is_less_of_it else 1 + limits.margin)
     if best.tokens_per_s <= needed:
         return _decision(current, corrected)
@@ -228,14 +257,19 @@ def choose_plan(
 def _corrected(plans: Sequence[ModePlan], correct: RateCorrector) -> list[ModePlan]:
     """Return the plans with the rates that are to be expected."""
     return [
-        ModePlan(plan.mode, plan.nodes, plan.depth, correct(plan.mode, plan.tokens_per_s), plan.tokens_per_s)
+        ModePlan(plan.mode, plan.nodes, plan.depth, correct(_rated_mode(plan), plan.tokens_per_s), plan.tokens_per_s)
         for plan in plans
     ]
 
 
 def _decision(plan: ModePlan, plans: tuple[ModePlan, ...], num_beaten: int = 0) -> Decision:
     rate, predicted = plan.tokens_per_s, plan.predicted_tokens_per_s
-    return Decision(plan.mode, plan.nodes, plan.depth, rate, predicted, plans, num_beaten)
+    return Decision(plan.mode, plan.nodes, plan.depth, rate, predicted, plans, num_beaten, rated_mode=_rated_mode(plan))
+
+
+def _rated_mode(plan: ModePlan) -> RatedMode:
+    """Return the mode whose correction counts for a plan."""
+    return "bare stream" if plan.mode == "stream" and not plan.nodes else plan.mode
 
 
 def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
@@ -253,9 +287,9 @@ def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
 
 
 def _best_plan(mode: RoundMode, profile: Profile, trees: Sequence[_Tree], costs: Costs, limits: Limits) -> ModePlan:
-    """Return the best plan of one mode; of equals the smaller tree."""
+    """Return the best plan of one mode with a tree; of equals the smaller one."""
     max_nodes, verify = limits.nodes[-1], costs.verify_curve(mode, limits.nodes[-1] + 1)
-    best_rate = 1 / _rounds_s(mode, [(0, 0, 0.0)], verify, costs)[0] if mode == "stream" else 0.0
+    best_rate = 0.0
     best_nodes = best_depth = expected_depth = 0
     expected: tuple[float, ...] = ()
     for (nodes, depth, _), seconds in zip(trees, _rounds_s(mode, trees, verify, costs), strict=True):

@@ -25,7 +25,7 @@ from specsplit.speculation.constants import (
     REST_YIELD_STEP,
     TRIAL_DECISIONS,
 )
-from specsplit.speculation.cost_model import PLAIN, RoundMode
+from specsplit.speculation.cost_model import CONCURRENT, PLAIN, RatedMode
 
 
 class RateCorrection:
@@ -73,14 +73,18 @@ class RateCorrections:
     """The corrections by mode.
 
     Predictions of all modes with a draft rest on the same acceptance counts. So a mode that was never tried begins
-    with the smallest factor of those that were, and never above 1. What slows plain decoding (prompts of others, a busy
-    machine) slows every mode: so plain decoding's counts among them, and none is forgiven beyond it.
+    with the smallest factor of those that were, and never above 1. Where draft and target share cores, ping-pong does
+    not begin with that of concurrent modes, in which they slow each other; nor does any mode with that of a stream
+    without nodes, which asks nothing of the draft. What slows plain decoding (prompts of others, a busy machine) slows
+    every mode: so plain decoding's counts among them, and none is forgiven beyond it.
     """
 
     def __init__(self) -> None:
-        self._by_mode: dict[RoundMode, RateCorrection] = {}
+        self.is_contended = False
+        """Whether draft and target slow each other: what concurrent modes lack is not expected of ping-pong then."""
+        self._by_mode: dict[RatedMode, RateCorrection] = {}
 
-    def observe(self, mode: RoundMode, predicted_s: float, taken_s: float) -> None:
+    def observe(self, mode: RatedMode, predicted_s: float, taken_s: float) -> None:
         """Count a round of `mode`; both times are positive."""
         correction = self._by_mode.get(mode)
         if correction is None:
@@ -94,14 +98,14 @@ class RateCorrections:
             correction.forget_gains()
         return other
 
-    def forgive(self, current: RoundMode | None) -> None:
+    def forgive(self, current: RatedMode | None) -> None:
         """Forgive all modes but the current one, so that what was left is tried again in time."""
         common = min(1.0, self.factor(PLAIN))
         for mode, correction in self._by_mode.items():
             if mode != current:
                 correction.forgive(1.0 if mode == PLAIN else common)
 
-    def leave(self, mode: RoundMode, *, is_failed: bool) -> None:
+    def leave(self, mode: RatedMode, *, is_failed: bool) -> None:
         """Count that `mode` was left for another, after a trial in vain or after it had paid for long."""
         correction = self._by_mode.get(mode)
         if correction is None:
@@ -110,17 +114,22 @@ class RateCorrections:
         if mode == PLAIN:
             correction.forgive_down_to(LEAST_PLAIN_FACTOR)
 
-    def factor(self, mode: RoundMode) -> float:
+    def factor(self, mode: RatedMode) -> float:
         """Return the factor on a predicted rate of `mode`."""
         correction = self._by_mode.get(mode)
         return correction.factor if correction is not None else self._untried(mode)
 
-    def is_tried(self, mode: RoundMode) -> bool:
+    def is_tried(self, mode: RatedMode) -> bool:
         """Return whether rounds of this mode were counted."""
         return mode in self._by_mode
 
-    def _untried(self, mode: RoundMode) -> float:
-        return 1.0 if mode == PLAIN else min([1.0, *[correction.factor for correction in self._by_mode.values()]])
+    def _untried(self, mode: RatedMode) -> float:
+        if mode == PLAIN:
+            return 1.0
+        if mode == "bare stream":
+            return min(1.0, self.factor(PLAIN))
+        ignored = ("bare stream", *(CONCURRENT if self.is_contended and mode not in CONCURRENT else ()))
+        return min([1.0, *[tried.factor for other, tried in self._by_mode.items() if other not in ignored]])
 
 
 class LookupShare:
@@ -249,18 +258,22 @@ class RatePredictor:
         other._all_rounds, other._own_rounds = self._all_rounds.for_other_load(), self._own_rounds.for_other_load()
         return other
 
-    def observe_round(self, planned: RoundMode, ran: RoundMode, predicted_s: float, taken_s: float) -> None:
-        """Count a round that was planned in one mode and ran in it, or as lookup's; both times are positive."""
-        self._all_rounds.observe(planned, predicted_s, taken_s)
-        if ran == planned:
-            self._own_rounds.observe(planned, predicted_s, taken_s)
+    def observe_round(self, mode: RatedMode, predicted_s: float, taken_s: float, *, is_own: bool) -> None:
+        """Count a round planned in `mode` that ran in its own way, or else as lookup's; both times are positive."""
+        self._all_rounds.observe(mode, predicted_s, taken_s)
+        if is_own:
+            self._own_rounds.observe(mode, predicted_s, taken_s)
 
-    def forgive(self, current: RoundMode | None) -> None:
-        """Move the modes other than the current one back towards the model, once a decision."""
+    def begin_decision(self, current: RatedMode | None, *, is_contended: bool) -> None:
+        """Move the modes other than the current one back towards the model.
+
+        `is_contended` says that draft and target slow each other when they compute at the same time.
+        """
+        self._all_rounds.is_contended = self._own_rounds.is_contended = is_contended
         self._all_rounds.forgive(current)
         self._own_rounds.forgive(current)
 
-    def decided(self, current: RoundMode | None, mode: RoundMode) -> None:
+    def decided(self, current: RatedMode | None, mode: RatedMode) -> None:
         """Count a decision for `mode` after one for `current`; a mode that is soon left again is forgiven less."""
         if current is None or mode == current:
             self.num_stayed += 1
@@ -269,12 +282,12 @@ class RatePredictor:
             corrections.leave(current, is_failed=self.num_stayed < TRIAL_DECISIONS)
         self.num_stayed = 1
 
-    def predict(self, current: RoundMode | None, mode: RoundMode, predicted: float) -> float:
+    def predict(self, current: RatedMode | None, mode: RatedMode, predicted: float) -> float:
         """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
         corrected = predicted * self._all_rounds.factor(mode)
         # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has
         # nothing but lookup's nodes: one never tried is expected to gain from them what the other modes do.
-        if mode == "stream" and (self._has_draft or self._all_rounds.is_tried(mode)):
+        if mode in ("stream", "bare stream") and (self._has_draft or self._all_rounds.is_tried(mode)):
             return corrected
         with_lookup = self._lookup_share.tokens_per_s(self.predict_without_lookup(mode, predicted))
         if mode != current:
@@ -282,6 +295,6 @@ class RatePredictor:
         # The current mode's rounds say what it makes of this text; without a draft it may have been left for long.
         return corrected if self._has_draft else max(corrected, with_lookup)
 
-    def predict_without_lookup(self, mode: RoundMode, predicted: float) -> float:
+    def predict_without_lookup(self, mode: RatedMode, predicted: float) -> float:
         """Return the same for rounds that lookup does not take over."""
         return predicted * self._own_rounds.factor(mode)

@@ -126,7 +126,8 @@ class SpeculationStats:
         is_comparable = _doublings(decision.load) == _doublings(self.times.sessions.load)
         if is_comparable and mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
             predicted_s = num_tokens / decision.predicted_tokens_per_s
-            self._learned.predictors[decision.has_draft].observe_round(decision.mode, mode, predicted_s, seconds)
+            predictor, is_own = self._learned.predictors[decision.has_draft], mode == decision.mode
+            predictor.observe_round(decision.rated_mode, predicted_s, seconds, is_own=is_own)
 
     def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
@@ -170,27 +171,26 @@ class SpeculationStats:
         learned, key = self._learned, (has_draft, modes, limits)
         # Several sessions begin plainly, which shows what they cost each other: a trial in vain costs all of them.
         last = learned.decisions.get(key, _BEGUN if times.sessions.load > 1 else None)
-        current = last.mode if last is not None else None
+        current = last.rated_mode if last is not None else None
         predictor = learned.predictors[has_draft]
-        predictor.forgive(current)
-        concurrent = times.verify_concurrent if has_draft else None
         costs = Costs(
             times.verify,
             times.draft,
             times.gap_s,
             self._hit_rate,
-            verify_concurrent=concurrent,
+            verify_concurrent=times.verify_concurrent if has_draft else None,
             tree_s=times.tree_s,
             num_sessions=times.sessions.value,
             sessions_s=times.sessions_s,
         )
+        predictor.begin_decision(current, is_contended=costs.is_contended)
         profiles = self._profiles(modes, costs, has_draft=has_draft)
         decision = choose_plan(profiles, costs, limits, last, partial(predictor.predict, current))
         without_lookup = max(
-            predictor.predict_without_lookup(decision.mode, decision.predicted_tokens_per_s),
+            predictor.predict_without_lookup(decision.rated_mode, decision.predicted_tokens_per_s),
             1 / round_s(PLAIN, 0, 0, costs),
         )
-        predictor.decided(current, decision.mode)
+        predictor.decided(current, decision.rated_mode)
         learned.decisions[key] = decision = replace(
             decision,
             without_lookup=without_lookup,

@@ -182,12 +182,14 @@ class TargetStream:
 
     def _held(self) -> tuple[list[int], list[float]]:
         """Return the nodes that may be verified at once, and their paths' log-probabilities, the likeliest first."""
-        # [ prompt and text ... root | nodes: room | bonus ]  with `end` tokens in all
-        room = self._bounds.end - self._tree.root_position - 2
-        if room <= 0:
-            return [], []
-        nodes, paths = self._tree.ranked(min(self._bounds.max_depth, room))
+        nodes, paths = self._tree.ranked(min(self._bounds.max_depth, self._room))
         return nodes[: self._bounds.max_nodes], paths[: self._bounds.max_nodes]
+
+    @property
+    def _room(self) -> int:
+        """Levels of nodes that the text has room for."""
+        # [ prompt and text ... root | nodes: room | bonus ]  with `end` tokens in all
+        return self._bounds.end - self._tree.root_position - 2
 
     def _commit(self, verdict: Verdict, proposal: Proposal, numbers: Sequence[int]) -> None:
         """Go on behind a commit, and send it to the client in the client's own numbers."""
@@ -209,7 +211,7 @@ class TargetStream:
     async def _wait_for_the_client(self, committed_s: float) -> None:
         """Wait while too many commits are unacknowledged, and for nodes if that predicts more than a step now."""
         await asyncio.sleep(0)  # so that messages which have arrived already are taken in first
-        client, was_blocked = self._client, False
+        client, was_blocked, is_vain = self._client, False, False
         while True:
             waited_s = self._loop.time() - committed_s
             if was_blocked and not self._is_blocked:
@@ -225,14 +227,20 @@ class TargetStream:
                 # Somebody may begin to wait for the slot at any time.
                 left_s = min(left_s, max(client.patience_s - waited_s, _LOOK_S))
             else:
-                left_s = self._scheduler.wait_s(self._held()[1], waited_s) if client.is_more_coming else 0.0
+                left_s = 0.0
+                if client.is_more_coming:
+                    left_s = self._scheduler.wait_s(self._held()[1], waited_s, self._room)
                 if left_s < _LEAST_WAIT_S:
+                    if is_vain:
+                        self._scheduler.observe_vain_wait()
                     client.patience_s = min(SILENCE_S, client.patience_s + _EARNED_S)
                     return
             client.has_spoken.clear()
+            is_vain = not was_blocked
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s if left_s < math.inf else None):
                     await client.has_spoken.wait()
+                is_vain = False
 
 
 def _following(turn: Turn, verdict: Verdict) -> Turn:

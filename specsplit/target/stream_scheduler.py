@@ -77,6 +77,13 @@ class StreamScheduler:
             self._response_s.observe(after_s)
             self._expected, self._num_nodes = _mean(self._expected, expected), _mean(self._num_nodes, num_nodes)
 
+    def observe_vain_wait(self) -> None:
+        """Count a wait in which no node came: a draft that has become slow answers no miss at all.
+
+        The text goes on before it does, and its call is cut.
+        """
+        self._expected = _mean(self._expected, 1.0)
+
     def count(self, path_log_probs: Sequence[float]) -> int:
         """Return how many nodes, the likeliest first, to verify now."""
         if self._verify is None:
@@ -84,19 +91,20 @@ class StreamScheduler:
         tokens_per_s = self._tokens_per_s or 1 / self._verify.seconds(1)  # at least what plain decoding has
         return self._verify.count_worth_verifying(path_log_probs, tokens_per_s)
 
-    def wait_s(self, path_log_probs: Sequence[float], waited_s: float) -> float:
+    def wait_s(self, path_log_probs: Sequence[float], waited_s: float, room: float = math.inf) -> float:
         """Return how much longer to wait for nodes, `waited_s` after the last commit; 0 where a step now is better.
 
-        `path_log_probs` are of what is held, the likeliest first.
+        `path_log_probs` are of what is held, the likeliest first; `room` are the levels of nodes that the text has
+        room for.
         """
-        if self._verify is None or not self._expected:
+        if self._verify is None or not self._expected or room <= 0:
             return 0.0
         # Compare the rates of a step now and of one when the usual answer is here: E[A] / (wait + forward).
         left_s, num_nodes = self._response_s.value - waited_s, round(self._num_nodes)
         if left_s <= 0:  # they are late; how much longer it takes nobody knows
             return 0.0 if path_log_probs else max(0.0, left_s + self._response_s.value)
         now = _expected(path_log_probs) / self._verify.seconds(len(path_log_probs) + 1)
-        then = self._expected / (left_s + self._verify.seconds(num_nodes + 1))
+        then = min(self._expected, 1 + room) / (left_s + self._verify.seconds(num_nodes + 1))
         return left_s if then > now else 0.0
 
 

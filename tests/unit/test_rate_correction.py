@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from specsplit.speculation.cost_model import RoundMode
+from specsplit.speculation.cost_model import RatedMode
 from specsplit.speculation.rates import LookupShare, RateCorrections
 
 
-def corrected_after(num_rounds: int, taken_s: float, mode: RoundMode = "stream") -> RateCorrections:
+def corrected_after(num_rounds: int, taken_s: float, mode: RatedMode = "stream") -> RateCorrections:
     corrections = RateCorrections()
     for _ in range(num_rounds):
         corrections.observe(mode, 0.1, taken_s)
@@ -63,6 +63,22 @@ def test_a_mode_never_tried_is_corrected_like_tried_ones_with_a_draft():
     corrections.observe("overlap", 0.1, 0.1)
     assert corrections.factor("stream") < corrections.factor("overlap") < 0.6
     assert corrected_after(100, 0.08).factor("overlap") == 1.0, "and never more than predicted"
+
+
+def test_what_shared_cores_cost_a_stream_is_not_expected_of_pingpong():
+    """Draft and target slow each other in a stream then, and not where one waits for the other."""
+    corrections = corrected_after(100, 0.2, "stream")
+    corrections.is_contended = True
+    assert corrections.factor("pingpong") == 1.0
+    assert corrections.factor("overlap") == pytest.approx(0.5, rel=0.05)
+    corrections.observe("pingpong", 0.1, 0.2)
+    assert corrections.factor("pingpong") < 1.0, "its own rounds count"
+
+
+def test_a_stream_without_nodes_says_nothing_of_the_draft():
+    corrections = corrected_after(100, 0.2, "bare stream")
+    assert corrections.factor("stream") == corrections.factor("pingpong") == 1.0
+    assert corrected_after(100, 0.2, "stream").factor("bare stream") == 1.0, "nor what the draft lacks of it"
 
 
 def test_what_is_not_tried_is_slowly_believed_again():

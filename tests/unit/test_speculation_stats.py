@@ -211,12 +211,12 @@ def test_trials_in_vain_become_rarer():
     rounds: list[int] = []
     for _ in range(3):
         for _ in range(60):
-            predictor.observe_round("pingpong", "pingpong", 0.01, 0.02)
+            predictor.observe_round("pingpong", 0.01, 0.02, is_own=True)
         predictor.decided("plain", "pingpong")
         predictor.decided("pingpong", "plain")
         rounds.append(0)
         while predictor.predict_without_lookup("pingpong", 1.0) < 0.8:
-            predictor.forgive("plain")
+            predictor.begin_decision("plain", is_contended=False)
             predictor.decided("plain", "plain")
             rounds[-1] += 1
     assert rounds[0] * 1.8 < rounds[1]
@@ -366,7 +366,7 @@ def test_a_new_load_holds_on_to_no_plan_of_another():
 def test_plain_decoding_that_is_left_is_not_believed_slow():
     predictor = RatePredictor(LookupShare(), has_draft=True)
     for _ in range(400):
-        predictor.observe_round("plain", "plain", 0.001, 1.0)
+        predictor.observe_round("plain", 0.001, 1.0, is_own=True)
     assert predictor.predict_without_lookup("plain", 100.0) == pytest.approx(30, rel=1e-4)
     predictor.decided("plain", "pingpong")
     assert predictor.predict_without_lookup("plain", 100.0) == pytest.approx(70)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -32,17 +33,19 @@ def serve(
     branching: int = 1,
     reader_s: float = 0.0,
     diary: Diary | None = None,
+    worker: type[TimedDraft] = TimedDraft,
+    num_tokens: int = REQUEST.max_new_tokens,
 ) -> Result:
     """Serve one request whose reader takes `reader_s` for each chunk."""
     diary = diary or Diary()
     target = TimedTarget(diary, lambda rows: VERIFY_S, round_trip_s)
-    draft = TimedDraft(diary, level_s, guess)
+    draft = worker(diary, level_s, guess)
     speculation = Speculation(mode=mode, lookup=False, nodes=6, depth=4, branching=branching)
 
     async def main() -> Result:
         owner = Orchestrator(target, None if mode == "plain" else draft, FakeTokenizer(), speculation, LoopClock())
         result = None
-        async for chunk in owner.stream(REQUEST):
+        async for chunk in owner.stream(replace(REQUEST, max_new_tokens=num_tokens)):
             await asyncio.sleep(reader_s)
             result = chunk.result
         await asyncio.sleep(1)
@@ -74,6 +77,65 @@ def test_after_a_miss_the_target_waits_for_nodes_that_pay_off():
     overlapped = serve("overlap", good_guess, branching=2, round_trip_s=0.004)
     assert stream.token_ids == overlapped.token_ids
     assert stream.timings.tokens_per_s > 0.95 * overlapped.timings.tokens_per_s
+
+
+class _GivesUpSlowly(TimedDraft):
+    """A draft beside a busy loop: it takes a moment until a call that nobody wants any more has ended."""
+
+    ends_s = 0.002
+    num_under_way = most_calls = 0
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        self.num_under_way += 1
+        type(self).most_calls = max(self.most_calls, self.num_under_way)
+        try:
+            return await super().propose(turn, known_nodes, budget)
+        except asyncio.CancelledError:
+            await asyncio.sleep(self.ends_s)
+            raise
+        finally:
+            self.num_under_way -= 1
+
+
+class _BecomesSlow(TimedDraft):
+    """A draft whose machine has other work from its twentieth call on."""
+
+    num_asked = 0
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
+        self.num_asked += 1
+        if self.num_asked == 20:
+            self.level_s = 0.06
+        return await super().propose(turn, known_nodes, budget)
+
+
+def test_after_a_miss_the_draft_is_asked_once_its_call_has_ended():
+    at_once = serve("stream", good_guess, branching=2, level_s=0.004)
+    slowly = serve("stream", good_guess, branching=2, level_s=0.004, worker=_GivesUpSlowly)
+    assert slowly.token_ids == at_once.token_ids
+    assert slowly.timings.tokens_per_s > 0.9 * at_once.timings.tokens_per_s
+
+
+def test_a_draft_is_asked_once_at_a_time_however_long_a_cut_call_lasts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_GivesUpSlowly, "ends_s", 0.05)
+    monkeypatch.setattr(_GivesUpSlowly, "most_calls", 0)
+    serve("stream", good_guess, branching=2, level_s=0.004, worker=_GivesUpSlowly)
+    assert _GivesUpSlowly.most_calls == 1
+
+
+@pytest.mark.parametrize("level_s", [0.001, 0.004])
+def test_a_draft_that_becomes_slow_is_not_waited_for_again_and_again(level_s: float):
+    stream = serve("stream", good_guess, branching=2, level_s=level_s, worker=_BecomesSlow)
+    assert stream.timings.tokens_per_s > 0.9 * serve("plain").timings.tokens_per_s
+
+
+@pytest.mark.parametrize("num_tokens", [105, 107])  # a miss lies before the last token
+def test_a_target_waits_for_no_nodes_that_have_no_room(num_tokens: int):
+    diary = Diary()
+    serve("stream", good_guess, branching=2, level_s=0.008, diary=diary, num_tokens=num_tokens)
+    begun = [at for at, what, phase in diary.entries if (what, phase) == ("verify", "begins")]
+    ended = [at for at, what, phase in diary.entries if (what, phase) == ("verify", "ends")]
+    assert begun[-1] == pytest.approx(ended[-2])
 
 
 @pytest.mark.parametrize(("guess", "level_s"), [(good_guess, 0.2), (random_guess, 0.001), (random_guess, 0.2)])

@@ -53,6 +53,8 @@ class BackgroundDrafting:
         """The last task, running or done; None after `end`."""
         self._draft, self._sink = draft, sink
         self._loop = asyncio.get_running_loop()
+        self._next: tuple[Budget, int] | None = None
+        """The tree to grow once the task, which was cut, has ended: the draft takes one call at a time."""
         self._is_late = False
         """Whether a round has waited for the task in vain."""
         self._arrival: asyncio.Future[None] | None = None
@@ -69,13 +71,19 @@ class BackgroundDrafting:
         return self.is_running and not self.is_probe and self._draft.trouble is None
 
     def grow(self, budget: Budget, num_steps_away: int = 0) -> None:
-        """Begin to grow the tree, unless the draft is at work already.
+        """Begin to grow the tree, unless the draft is at work already; behind a call that was cut, as soon as it ends.
 
         `num_steps_away` verifies of a streaming target pass while a commit and its answer travel.
         """
         if not self.is_running:
-            self.is_probe = False
-            self._start(self._grow(budget, num_steps_away))
+            self._start_growing(budget, num_steps_away)
+        elif self.task is not None and self.task.cancelling():
+            self._next = budget, num_steps_away
+
+    def _start_growing(self, budget: Budget, num_steps_away: int) -> None:
+        self.is_probe = self._is_late = False
+        self._next = None
+        self._start(self._grow(budget, num_steps_away))
 
     def probe(self, budget: Budget) -> None:
         """Ask the draft once without waiting, to learn what its tree would be worth."""
@@ -91,7 +99,9 @@ class BackgroundDrafting:
         if not task.cancelled() and task.exception() is not None:
             # A draft's failures are no errors, so this is a mistake of ours.
             _log.error("drafting ahead failed", exc_info=task.exception())
-        if self.on_nodes is not None and not self._sink.num_drafted:
+        if self._next is not None and not self.is_running:
+            self._start_growing(*self._next)
+        elif self.on_nodes is not None and not self._sink.num_drafted:
             self.on_nodes()  # nothing is to be waited for
 
     async def _ask_once(self, budget: Budget) -> None:
@@ -129,7 +139,8 @@ class BackgroundDrafting:
 
     def cut(self) -> None:
         """Cancel the call under way, whose nodes are of no use any more, unless the draft is still taking in text."""
-        if self.task is not None and not self.is_probe and self._draft.num_missing <= MAX_CAUGHT_UP_TOKENS:
+        is_catching_up = self._draft.num_missing > MAX_CAUGHT_UP_TOKENS
+        if self.task is not None and not self.task.cancelling() and not self.is_probe and not is_catching_up:
             self.task.cancel()
 
     async def wait_for_nodes(self, max_depth: int) -> Reason | None:
@@ -155,7 +166,7 @@ class BackgroundDrafting:
 
     async def end(self) -> None:
         """Cancel the task and wait for its end."""
-        task, self.task = self.task, None
+        task, self.task, self._next = self.task, None, None
         if task is not None:
             task.cancel()
             await asyncio.wait({task})

@@ -43,7 +43,7 @@ class StreamSource(TreeSource):
             background.cut()  # an earlier decision may still have the draft at work
             if plan.probe is not None:
                 background.probe(plan.probe)
-        elif not background.is_running:
+        else:
             background.grow(budget, self._speculator.stats.times.count_steps_away(max(budget.max_new_nodes, 2)))
         self._is_concurrent = background.is_running
 
