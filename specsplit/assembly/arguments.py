@@ -193,6 +193,9 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         made["device"] = str(made["device"])
     refuse_other_values(made)
     refuse_wrong_types(made)
+    if isinstance(made.get("stop"), str):
+        # Not left to the settings, which would read a text in brackets as a JSON list.
+        made["stop"] = (made["stop"],)
     if "kv_memory" in made:
         # Whoever loads the models says it again in the words of the command line.
         parse_memory(str(made["kv_memory"]), "kv_memory")

@@ -231,8 +231,10 @@ def _load_draft(source: str, settings: Settings, progress: Progress, fallback: L
     return draft
 
 
-def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None = None) -> LoadedModel:
-    """Load the model of a worker that serves.
+def load_worker(
+    role: Role, settings: WorkerSettings, progress: Progress | None = None, *, default_context: int | None = None
+) -> LoadedModel:
+    """Load the model of a worker that serves; without a context it has its own, at most `default_context`.
 
     Raises:
         MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here; the message says why.
@@ -244,7 +246,7 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
         _check_vocab(settings)
     kv_memory = parse_memory(settings.kv_memory)
     require_worker_extra()
-    from specsplit.model.loader import load_model
+    from specsplit.model.loader import DEFAULT_CONTEXT, load_model
 
     model = load_model(
         source,
@@ -255,6 +257,7 @@ def load_worker(role: Role, settings: WorkerSettings, progress: Progress | None 
         max_threads=most_threads(settings),
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
+        default_context=default_context or DEFAULT_CONTEXT,
         max_sessions=settings.sessions or SERVED_SESSIONS,
         kv_memory=kv_memory,
         progress=progress,

@@ -48,6 +48,9 @@ async def local_processes(
         )
     if settings.draft_source is not None:
         options = _options(settings.draft, settings.draft_source)
+        if settings.target.context is not None:
+            # It drafts as far as the target goes, if it was made for that.
+            options += ["--default-context", str(settings.target.context)]
         processes["draft"] = LocalProcess(
             "The draft", ("draft", *options, *arguments), note, partial(_wait_hung, RemoteDrafter)
         )

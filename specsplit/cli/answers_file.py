@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Collection, Mapping
 from io import FileIO
 from pathlib import Path
@@ -44,6 +45,9 @@ class AnswersFile:
             if kept != data:
                 # Replaced at once, so that no moment has fewer answers than before.
                 beside = path.with_name(f"{path.name}.new")
+                # Nobody reads it beside who may not read the file itself.
+                beside.touch(0o600)
+                shutil.copymode(path, beside)
                 beside.write_bytes(kept)
                 beside.replace(path)
             # Without a buffer: a line is in the file when it has been written.

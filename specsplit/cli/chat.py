@@ -8,6 +8,7 @@ import typer
 
 from specsplit.cli import options, prompt_options
 from specsplit.cli.help import Command, HelpAll
+from specsplit.cli.interruptible import interruptible
 from specsplit.core import defaults
 
 EXAMPLES = """Examples:
@@ -60,4 +61,4 @@ def chat(
     """Talk with a model in the terminal; what the draft proposed is underlined."""
     from specsplit.cli.chat_session import run
 
-    raise typer.Exit(run(options.given(ctx)))
+    raise typer.Exit(interruptible(run, ctx))

@@ -13,12 +13,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, get_origin
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from specsplit.assembly.requests import make_request, request_settings
 from specsplit.assembly.workers import Workers
 from specsplit.cli import render
 from specsplit.cli.chat_turn import Conversation
+from specsplit.core.defaults import ENV_API_KEY
 from specsplit.core.errors import InvalidSettings, LinkError, WorkerFailed
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.limits import MAX_TOKENS
@@ -96,6 +97,19 @@ class WorkerAnswers:
                     self.stats.add(len(chunk.result.token_ids), time.monotonic() - began_s, summary)
 
 
+def checked_key(key: str | None) -> str | None:
+    """Return a key of the environment without the blanks around it, which come with `$(cat FILE)`; None if it is empty.
+
+    Raises:
+        InvalidSettings: no header of HTTP may hold it.
+    """
+    key = (key or "").strip()
+    # Beyond Latin-1 http.client has no bytes for it.
+    if not key.isprintable() or not all(ord(character) < 256 for character in key):
+        raise InvalidSettings(f"{ENV_API_KEY} has characters that no HTTP header may hold; set it again.")
+    return key or None
+
+
 @dataclass(slots=True)
 class EndpointAnswers:
     """Answers of a server that speaks OpenAI's HTTP, such as `specsplit serve`; that one's show what was drafted."""
@@ -117,7 +131,10 @@ class EndpointAnswers:
         """
         connection = self._connect()
         try:
-            connection.request("GET", f"{self._base}/models", headers=self._headers)
+            try:
+                connection.request("GET", f"{self._base}/models", headers=self._headers)
+            except ValueError as error:  # a host or path with letters that have no place there
+                raise self._no_url() from error
             listed = _answered(connection.getresponse(), self.url)
             self._model = dict(json.loads(listed.read())["data"][0])
             return clean_name(str(self._model["id"]))
@@ -154,9 +171,23 @@ class EndpointAnswers:
         seconds = time.monotonic() - began_s
         self.stats.add(num_tokens, seconds, f"{num_tokens} tokens | {num_tokens / seconds:.1f} tok/s")
 
+    def _no_url(self) -> InvalidSettings:
+        return InvalidSettings(f"--endpoint needs a URL such as http://127.0.0.1:8000, not {self.url}.")
+
+    @property
+    def _parts(self) -> SplitResult:
+        try:
+            parts = urlsplit(self.url)
+            is_one = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError as error:  # a port that is no number, or half a pair of brackets
+            raise self._no_url() from error
+        if not is_one:
+            raise self._no_url()
+        return parts
+
     @property
     def _base(self) -> str:
-        path = urlsplit(self.url).path.rstrip("/")
+        path = self._parts.path.rstrip("/")
         return path if path.endswith("/v1") else f"{path}/v1"
 
     @property
@@ -165,9 +196,8 @@ class EndpointAnswers:
         return {"Content-Type": "application/json", **key}
 
     def _connect(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidSettings(f"--endpoint needs a URL such as http://127.0.0.1:8000, not {self.url}.")
+        parts = self._parts
+        assert parts.hostname is not None, "checked where it was split"
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         return kind(parts.hostname, parts.port, timeout=CONNECT_S)
 

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from specsplit.assembly.models import load_local
+from specsplit.assembly.models import LoadedDraft, Models, load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_request_values, make_request, request_settings
 from specsplit.cli import render
-from specsplit.cli.chat_answers import Answers, ChatStats, EndpointAnswers, WorkerAnswers
+from specsplit.cli.chat_answers import Answers, ChatStats, EndpointAnswers, WorkerAnswers, checked_key
+from specsplit.cli.chat_lines import line_reader
 from specsplit.cli.chat_turn import PARAMETERS, Conversation, run_command, split_parameters
+from specsplit.cli.ctrl_c import EachCtrlC
 from specsplit.cli.logs import set_up_logging
 from specsplit.core.defaults import ENV_API_KEY
 from specsplit.core.errors import InvalidSettings, SpecSplitError
-from specsplit.core.settings import EffectiveSettings, load_settings
+from specsplit.core.settings import EffectiveSettings, Settings, load_settings
 from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Piece
 
 _NOT_SETTINGS = ("raw", "system", "endpoint", "config")
-_WORKER_OPTIONS = ("target", "draft", "target_model", "draft_model")
-ReadLine = Callable[[], Awaitable[str]]
+_AT_ENDPOINTS = (*_NOT_SETTINGS, *PARAMETERS, "chat_template_kwargs")
 
 
 def run(given: Mapping[str, Any]) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     endpoint = given.get("endpoint")
-    named = [name for name in _WORKER_OPTIONS if given.get(name) is not None]
-    if endpoint is not None and named:
-        option = f"--{named[0].replace('_', '-')}"
-        raise InvalidSettings(f"--endpoint and {option} exclude each other: the endpoint has its own models.")
+    excluded = [f"--{name.replace('_', '-')}" for name in given if name not in _AT_ENDPOINTS]
+    if endpoint is not None and excluded:
+        named = ", ".join(excluded)
+        raise InvalidSettings(
+            f"--endpoint and {named} exclude each other: the endpoint has its own models and settings."
+        )
     chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True)
     check_request_values(effective.settings.orchestrator)
@@ -42,56 +43,62 @@ def run(given: Mapping[str, Any]) -> int:
         raise InvalidSettings("--chat-template-kwargs and --raw exclude each other: raw text has no chat template.")
     set_up_logging()
     conversation = Conversation(given.get("system"), is_raw=bool(given.get("raw")))
-    return event_loop.run(_chat(effective, conversation, endpoint))
+    # Before there is a loop, whose handler would hold Ctrl-C back until the models are there.
+    if endpoint is not None:
+        answers = _at_endpoint(endpoint, effective, conversation)
+        return event_loop.run(_converse(conversation, answers))
+    with render.loading_bar() as progress:
+        models = load_local(effective.settings, progress, max_sessions=1)
+    return event_loop.run(_with_workers(effective.settings, models, conversation))
 
 
-async def _chat(effective: EffectiveSettings, conversation: Conversation, endpoint: str | None) -> int:
-    settings = effective.settings
-    stats = ChatStats()
-    async with AsyncExitStack() as stack:
-        answers: Answers
-        if endpoint is not None:
-            names = PARAMETERS if conversation.is_raw else (*PARAMETERS, "chat_template_kwargs")
-            chosen = frozenset(name for name in names if f"orchestrator.{name}" in effective.origins)
-            answers = EndpointAnswers(endpoint, os.environ.get(ENV_API_KEY), settings.orchestrator, chosen, stats)
-            render.note(f"Model {await asyncio.to_thread(answers.meet)} at {endpoint}.")
-        else:
-            with render.loading_bar() as progress:
-                models = load_local(settings, progress, max_sessions=1)
-            workers = await stack.enter_async_context(open_workers(settings, models, render.note))
-            if not conversation.is_raw:
-                # What the template refuses is refused now.
-                make_request(workers.tokenizer, conversation.asking("Hi"), settings.orchestrator)
-            answers = WorkerAnswers(workers, settings.orchestrator, stats)
-        text = render.TextStream(sys.stdout)
-        if text.legend is not None:
-            render.note(text.legend)
-        return await _converse(conversation, answers, stats, text)
+def _at_endpoint(endpoint: str, effective: EffectiveSettings, conversation: Conversation) -> EndpointAnswers:
+    names = PARAMETERS if conversation.is_raw else (*PARAMETERS, "chat_template_kwargs")
+    chosen = frozenset(name for name in names if f"orchestrator.{name}" in effective.origins)
+    key = checked_key(os.environ.get(ENV_API_KEY))
+    answers = EndpointAnswers(endpoint, key, effective.settings.orchestrator, chosen, ChatStats())
+    render.note(f"Model {answers.meet()} at {endpoint}.")
+    return answers
 
 
-async def _converse(conversation: Conversation, answers: Answers, stats: ChatStats, text: render.TextStream) -> int:
+async def _with_workers(settings: Settings, models: Models | LoadedDraft | None, conversation: Conversation) -> int:
+    async with open_workers(settings, models, render.note) as workers:
+        if not conversation.is_raw:
+            # What the template refuses is refused now.
+            make_request(workers.tokenizer, conversation.asking("Hi"), settings.orchestrator)
+        return await _converse(conversation, WorkerAnswers(workers, settings.orchestrator, ChatStats()))
+
+
+async def _converse(conversation: Conversation, answers: Answers) -> int:
     """Read lines and do what they say, until one leaves; the chat goes on behind an error."""
-    read_line = _line_reader()
+    text = render.TextStream(sys.stdout)
+    if text.legend is not None:
+        render.note(text.legend)
+    ctrl_c, read_line = EachCtrlC(), line_reader()
     while True:
+        reading = await ctrl_c.run(read_line())
+        if reading.cancelled():
+            render.dim_note("Ctrl-D or /quit leaves.")
+            continue
         try:
-            line = await read_line()
+            line = reading.result()
             if not line.startswith("/"):
-                await _say(conversation, line, answers, text)
+                await _say(conversation, line, answers, text, ctrl_c)
                 continue
-            said = run_command(conversation, line, stats.to_dict())
+            said = run_command(conversation, line, answers.stats.to_dict())
             if said is None:
                 return 0
             render.note(said)
         except EOFError:
             return 0
-        except KeyboardInterrupt:
-            render.dim_note("Ctrl-D or /quit leaves.")
         except SpecSplitError as error:
             text.end()
             render.note(f"Error: {error}")
 
 
-async def _say(conversation: Conversation, line: str, answers: Answers, text: render.TextStream) -> None:
+async def _say(
+    conversation: Conversation, line: str, answers: Answers, text: render.TextStream, ctrl_c: EachCtrlC
+) -> None:
     """Have one line answered; Ctrl-C ends the answer, and what there is of it stays in the conversation."""
     said, parameters = split_parameters(line)
     if not said.strip():
@@ -108,17 +115,14 @@ async def _say(conversation: Conversation, line: str, answers: Answers, text: re
             async for pieces in chunks:
                 _show(text, pieces, parts)
 
-    work, loop = asyncio.ensure_future(follow()), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, work.cancel)
     try:
-        await asyncio.wait([work])
+        answering = await ctrl_c.run(follow())
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
         text.end()
-    if work.cancelled():
+    if answering.cancelled():
         render.dim_note("Ended.")
     else:
-        work.result()
+        answering.result()
         render.dim_note(answers.stats.last)
     conversation.add(said, "".join(parts))
 
@@ -126,26 +130,3 @@ async def _say(conversation: Conversation, line: str, answers: Answers, text: re
 def _show(text: render.TextStream, pieces: Sequence[Piece], parts: list[str]) -> None:
     text.write(pieces)
     parts += [part for part, _ in pieces]
-
-
-def _line_reader() -> ReadLine:
-    """Return what reads the next line: with history and editing on a terminal, from the pipe otherwise."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        try:
-            from prompt_toolkit import PromptSession
-        except ModuleNotFoundError:
-            render.dim_note("For history and editing: pip install 'specsplit[chat]'.")
-        else:
-            session: PromptSession[str] = PromptSession("> ")
-            return session.prompt_async
-    prompt = "> " if sys.stdin.isatty() else ""
-
-    async def read_line() -> str:
-        sys.stderr.write(prompt)
-        sys.stderr.flush()
-        line = await asyncio.to_thread(sys.stdin.readline)
-        if not line:
-            raise EOFError
-        return line.rstrip("\n")
-
-    return read_line

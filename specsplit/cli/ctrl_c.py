@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class CtrlC:
@@ -32,3 +34,32 @@ class CtrlC:
         await asyncio.wait([self._work])
         if not self._work.cancelled():
             self._work.result()
+
+
+class EachCtrlC:
+    """Owns SIGINT for the life of the loop: each one cancels the work of that moment alone, and the next work runs."""
+
+    def __init__(self) -> None:
+        self._is_due = False
+        self._work: asyncio.Task[Any] | None = None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._press)
+
+    def _press(self) -> None:
+        if self._work is None:
+            self._is_due = True
+        elif not self._work.cancelling():
+            # Only once, since a second one would break the closing of a session off.
+            self._work.cancel()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` until it ends or Ctrl-C cancels it; return its task, which has ended."""
+        self._work = task = asyncio.create_task(work)
+        # Pressed between two pieces of work: it is for the one that follows.
+        if self._is_due:
+            task.cancel()
+        self._is_due = False
+        try:
+            await asyncio.wait([task])
+        finally:
+            self._work = None
+        return task

@@ -135,6 +135,7 @@ def draft(
     drain: options.Drain = defaults.DRAIN_S,
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
+    default_context: options.DefaultContext = None,
     parent: options.Parent = None,
     help_all: HelpAll = False,
 ) -> None:

@@ -198,6 +198,9 @@ StepTimeout = Annotated[
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """Id of the process that started this worker; the worker ends when that process does."""
 
+DefaultContext = Annotated[int | None, typer.Option("--default-context", hidden=True)]
+"""Tokens of a session without --context, if the model was made for as many; from the process that started this one."""
+
 TlsCert = Annotated[str | None, option("--tls-cert", _LINKS, "Certificate of this process.", "none", "FILE")]
 TlsKey = Annotated[str | None, option("--tls-key", _LINKS, "Its key, without a password.", "none", "FILE")]
 TlsCa = Annotated[

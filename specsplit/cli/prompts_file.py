@@ -63,6 +63,9 @@ def read_batch(given: Mapping[str, Any], settings: Settings) -> Batch | None:
         raise InvalidRequest(f"--concurrency must be at least 1, not {concurrency}.", param="concurrency")
     if output is None:
         raise InvalidRequest("--prompts-file needs a file for the answers; name it with --output.", param="output")
+    if output == "-":
+        # The same command continues where the last one ended, by what the file has.
+        raise InvalidRequest("--output must name a file that can be read again, not -.", param="output")
     if source != "-" and expanded(source).resolve() == expanded(output).resolve():
         raise InvalidRequest("--prompts-file and --output name the same file; choose another output.", param="output")
     lines = list(_parsed(_read(source)))

@@ -24,7 +24,7 @@ from specsplit.core.defaults import EMBEDDED
 from specsplit.model.source import resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from tests.support.gateways import GatewayProcess
-from tests.support.processes import LIMIT_S, environment, run
+from tests.support.processes import LIMIT_S, environment, run, start
 
 OPTIONS = ("--dtype", "fp32", "--threads", "1", "--context", "512", "--draft-vocab", "3000")
 PROMPT = "\x1b[0m>"
@@ -73,10 +73,17 @@ def test_answers_follow_the_whole_conversation(tmp_path: Path, expected: list[st
 
 def test_a_gateway_starts_its_draft_with_the_tokens_that_were_named(gateway: GatewayProcess):
     assert gateway.ready["models"] == ["embedded"]
+    draft = words_of_draft(gateway)
+    assert draft[draft.index("--vocab") + 1] == "3000"
+    assert draft[draft.index("--default-context") + 1] == "512", "that of --context, which is the target's"
+
+
+def words_of_draft(gateway: GatewayProcess) -> list[str]:
+    """Return the command that serves the draft which the gateway has started."""
     children = Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text(encoding="ascii")
     commands = [Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").split("\0") for child in children.split()]
     (draft,) = (words for words in commands if "draft" in words)
-    assert draft[draft.index("--vocab") + 1] == "3000"
+    return draft
 
 
 @pytest.mark.slow
@@ -105,7 +112,26 @@ def test_raw_text_goes_on_where_it_ended(tmp_path: Path):
     [
         (("--endpoint", "ftp://x"), "--endpoint needs a URL"),
         (("--endpoint", "http://127.0.0.1:9"), "cannot be reached (Connection refused)."),
+        (("--endpoint", "http://127.0.0.1:abc"), "--endpoint needs a URL"),
+        (("--endpoint", "http://[::1"), "--endpoint needs a URL"),
+        (("--endpoint", "http://127.0.0.1:9/\u00fc"), "--endpoint needs a URL"),
         (("--endpoint", "http://x", "--target", "x:1"), "--endpoint and --target exclude each other"),
+        (
+            (
+                "--endpoint",
+                "http://x",
+                "--dtype",
+                "fp32",
+                "--seed",
+                "1",
+                "--system",
+                "x",
+                "--mode",
+                "plain",
+                "--insecure",
+            ),
+            "--endpoint and --dtype, --mode, --insecure exclude each other",
+        ),
         (("--temperature", "-1"), "temperature"),
         (("--raw", "--chat-template-kwargs", "{}"), "--chat-template-kwargs and --raw exclude each other"),
         (("--chat-template-kwargs", "{x"), "--chat-template-kwargs must be a JSON object, such as"),
@@ -232,6 +258,29 @@ def test_an_endpoint_is_sent_what_the_user_has_set_and_nothing_else():
     assert (last["top_k"], last["presence_penalty"], last["seed"], last["temperature"]) == (4, 0.5, 5, 1.5)
     assert last["chat_template_kwargs"] == {"enable_thinking": False}
     assert "temperature must be between 0 and 100" in done.stderr, "refused where it was set, and not kept"
+
+
+def test_ctrl_c_at_the_prompt_of_a_pipe_says_how_to_leave():
+    endpoint = Endpoint('{"choices": [{"delta": {"content": "Hal"}}]}', "[DONE]")
+    process = start("chat", "--endpoint", endpoint.url, stdin=subprocess.PIPE)
+    late = threading.Timer(LIMIT_S, process.kill)
+    late.start()
+    try:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        for line in (b"/stats\n", b"Hi\n", b"Hi\n"):
+            process.stdin.write(line)
+            process.stdin.flush()
+            assert any(b"tok/s" in said for said in iter(process.stderr.readline, b"")), "no answer"
+            process.send_signal(signal.SIGINT)
+            assert b"Ctrl-D or /quit leaves." in process.stderr.readline()
+        out, err = process.communicate(b"", LIMIT_S)
+        assert (process.wait(), out, err) == (0, b"Hal\nHal\n", b"")
+    finally:
+        late.cancel()
+        process.kill()
+        endpoint.shutdown()
+        endpoint.server_close()
 
 
 class Terminal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -103,6 +104,13 @@ def test_the_path_of_a_model_is_for_nobody_else(tmp_path: Path) -> None:
     assert load_worker("draft", named).identity.model == "our/model-1"
     with pytest.raises(InvalidSettings):
         load_settings({"served_name": "\x1b[2J"}, purpose="target")
+
+
+def test_a_draft_goes_as_far_as_its_target_if_it_was_made_for_that() -> None:
+    settings = DraftSettings.model_validate({"model": str(EMBEDDED_TARGET), "sessions": 1, "threads": 1})
+    native = json.loads((EMBEDDED_TARGET / "config.json").read_text())["max_position_embeddings"]
+    contexts = [load_worker("draft", settings, default_context=each).context for each in (64, native + 1)]
+    assert contexts == [64, native]
 
 
 def test_users_of_the_python_face_see_no_lines_of_grpc() -> None:

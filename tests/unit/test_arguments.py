@@ -14,6 +14,7 @@ from specsplit import Client, InvalidRequest, InvalidSettings, Pipeline, SpecSpl
 from specsplit.assembly.arguments import are_several, check_prompt, plain_settings
 from specsplit.assembly.requests import make_request, request_settings
 from specsplit.core.sections import OrchestratorSettings
+from specsplit.core.settings import load_settings
 from tests.support.fakes import FakeTokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -96,6 +97,12 @@ def test_paths_and_objects_of_torch_are_taken():
         "device": "cuda:0",
     }
     assert plain_settings({"dtype": "fp32", "device": torch.device("cpu")}) == {"dtype": "fp32", "device": "cpu"}
+
+
+@pytest.mark.parametrize("stop", ["[]", '["a"]', "a, b"])
+def test_a_stop_text_in_brackets_is_no_list(stop: str):
+    settings = load_settings(plain_settings({"stop": stop})).settings
+    assert settings.orchestrator.stop == (stop,)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specsplit.cli.chat_answers import ChatStats
+from specsplit.cli.chat_answers import ChatStats, checked_key
 from specsplit.cli.chat_turn import Conversation, run_command, split_parameters
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, InvalidSettings
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,14 @@ def test_one_answer_is_not_called_answers():
     assert run_command(Conversation(), "/stats", stats.to_dict()) == "1 answer | 9 tokens | 9.0 tok/s"
     stats.add(1, 1.0, "")
     assert run_command(Conversation(), "/stats", stats.to_dict()) == "2 answers | 10 tokens | 5.0 tok/s"
+
+
+def test_a_key_is_taken_without_the_line_end_of_its_file():
+    assert [checked_key(key) for key in ("abc\n", " abc", "", "\n", None)] == ["abc", "abc", None, None, None]
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\x00", "\u20ac"])
+def test_a_key_that_no_header_holds_is_refused_unseen(key: str):
+    with pytest.raises(InvalidSettings, match="SPECSPLIT_API_KEY has characters that no") as caught:
+        checked_key(key)
+    assert key not in str(caught.value)

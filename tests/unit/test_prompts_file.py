@@ -140,6 +140,14 @@ def test_what_failed_is_tried_again_and_errors_of_other_prompts_are_kept(files: 
     assert files.output.read_text().startswith(other)
 
 
+def test_an_output_keeps_its_mode_when_the_command_goes_on(files: Files):
+    files.output.write_bytes(b'{"id": "cut')
+    files.output.chmod(0o600)
+    assert files.run({"prompt": "x", "max_new_tokens": 1}) == 0
+    assert files.answers().keys() == {1}
+    assert files.output.stat().st_mode & 0o777 == 0o600
+
+
 def test_nothing_is_loaded_where_every_prompt_has_its_answer(tmp_path: Path, capsys: Capture):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
@@ -161,6 +169,7 @@ def test_nothing_is_loaded_where_every_prompt_has_its_answer(tmp_path: Path, cap
         ),
         (["--prompts-file", "{in}", "--output", "o", "--json"], "--json and --prompts-file exclude each other"),
         (["--prompts-file", "{in}", "--output", "{in}"], "name the same file"),
+        (["--prompts-file", "{in}", "--output", "-"], "--output must name a file that can be read again, not -."),
         (["--prompts-file", "{in}", "--output", "o", "--concurrency", "0"], "--concurrency must be at least 1"),
         (["--prompts-file", "no/such", "--output", "o"], "The prompts file no/such cannot be read"),
         (["--prompts-file", "{in}", "--output", "no/such/o"], "cannot be written (No such file or directory)"),
@@ -178,3 +187,4 @@ def test_wrong_usage_is_one_sentence_and_changes_no_file(
     assert message.format(**paths) in capsys.readouterr().err
     assert (tmp_path / "notes.txt").read_text() == "my notes\nand more\n"
     assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "a"}\n'
+    assert not (tmp_path / "-").exists()
