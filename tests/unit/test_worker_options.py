@@ -1,9 +1,10 @@
-"""What a gateway hands on to the workers that it starts: how a target reaches its stages."""
+"""What a gateway hands on to the workers that it starts: how a target reaches its stages, and the log."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from specsplit.assembly import gateway
 from specsplit.assembly.supervision import local_processes
 from specsplit.cli.main import main
-from specsplit.core.errors import InvalidSettings
+from specsplit.core.errors import InvalidSettings, WorkerFailed
 from specsplit.core.settings import Settings, load_settings
+from specsplit.core.types import Note
 
 READY = f"print({json.dumps(json.dumps({'address': '127.0.0.1:7777'}))}, flush=True); import time; time.sleep(60)"
 STAGES = '[target]\nstages = ["192.0.2.1:7101"]\n'
@@ -72,3 +75,28 @@ def test_a_target_with_certificates_for_its_stages_is_not_started(tmp_path: Path
     with pytest.raises(InvalidSettings, match="start it by itself with specsplit target, and name it with --target"):
         asyncio.run(start(settings, ()))
     assert not commands
+
+
+@pytest.mark.parametrize(
+    ("command", "opening"),
+    [(("serve", "--http", "127.0.0.1:0"), "serving_gateway"), (("lmtp", "--stdio"), "serving_models")],
+)
+def test_workers_log_as_the_process_that_starts_them_and_read_its_file(
+    command: tuple[str, ...],
+    opening: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    path, handed = tmp_path / "settings.toml", list[Sequence[str]]()
+    path.write_text('[gateway]\nlog_level = "warning"\n')
+    package = logging.getLogger("specsplit")
+    caplog.set_level(package.level, package.name)  # what the command sets is taken back at the end
+
+    def refuse(settings: Settings, arguments: Sequence[str], note: Note) -> None:
+        handed.append(arguments)
+        raise WorkerFailed("It has seen enough.")
+
+    monkeypatch.setattr(gateway, opening, refuse)
+    assert main([*command, "--config", str(path)]) == 1
+    assert handed == [["--log-format", "text", "--log-level", "warning", "--config", str(path)]]
