@@ -12,6 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
 from typing import Self, Unpack, cast, overload
@@ -28,10 +29,11 @@ from specsplit.assembly.arguments import (
     plain_settings,
 )
 from specsplit.assembly.chunk_stream import ChunkStream, Deliver, raise_failure, refuse_elsewhere
-from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread
+from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread, join_ending
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_request_values, make_request, request_settings
+from specsplit.assembly.workers import Workers
 from specsplit.core.defaults import LOCAL_SESSIONS
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
@@ -41,8 +43,9 @@ __all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
 
 
 class Pipeline:
-    """A target and perhaps a draft, ready to generate; close it, or use it in a with block. It is closed at exit.
+    """A target and perhaps a draft, ready to generate; close it, or use it in a with block.
 
+    One that is dropped is closed soon after, and one that is open at exit is closed then.
     Without arguments it runs the embedded pair. `target_model` and `draft_model` are loaded here; `target` and `draft`
     are addresses, HOST:PORT, of workers that serve elsewhere; one may be here and the other there. A target without a
     draft speculates by lookup alone.
@@ -92,6 +95,9 @@ class Pipeline:
             self._thread.end()
             raise
         _opened.add(self)
+        # `_close_all` closes in its place at exit.
+        self._letting_go = weakref.finalize(self, _let_go, self._thread, self._scope)
+        self._letting_go.atexit = False
 
     # A lone text matches both overloads, and the first one that matches counts.
     @overload
@@ -139,8 +145,9 @@ class Pipeline:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._letting_go.detach()
         try:
-            self._thread.submit(self._end_all()).result()
+            self._thread.submit(_end_all(self._thread, self._scope)).result()
         finally:
             self._thread.end()
         del self._workers, self._scope  # and with them the models, whose next load frees what lies in cycles
@@ -233,9 +240,16 @@ class Pipeline:
             return make()
         return await making
 
-    async def _end_all(self) -> None:
-        await self._thread.cancel_tasks()
-        await self._scope.__aexit__(None, None, None)
+
+async def _end_all(thread: LoopThread, scope: AbstractAsyncContextManager[Workers]) -> None:
+    await thread.cancel_tasks()
+    await scope.__aexit__(None, None, None)
+
+
+def _let_go(thread: LoopThread, scope: AbstractAsyncContextManager[Workers]) -> None:
+    """Close what a dropped pipeline held; the collector may call this on the very thread that is to end."""
+    if thread.is_here:
+        thread.end_soon(partial(_end_all, thread, scope))
 
 
 _opened: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -245,6 +259,7 @@ _opened: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 def _close_all() -> None:
     """Close what is open as the interpreter ends: a thread that it stops within a forward may abort the process."""
     with contextlib.ExitStack() as closing:
+        closing.callback(join_ending)
         for pipeline in list(_opened):
             closing.callback(pipeline.close)
 

@@ -117,7 +117,7 @@ async def remote_target(
         if isinstance(verifier, Replicas):
             await verifier.check()
         limit_s = min(_TOKENIZE_S, chosen.timeout or _TOKENIZE_S)
-        with closing(_load_tokenizer(files, cache, limit_s)) as tokenizer:
+        with closing(await _on_a_thread(partial(_load_tokenizer, files, cache, limit_s))) as tokenizer:
             yield verifier, tokenizer
 
 
@@ -223,6 +223,27 @@ class _Connecting:
         if reason is None:
             return error
         return WorkerUnreachable(f"The target at {self._address} cannot be reached: {reason}; check the address.")
+
+
+async def _on_a_thread(load: Callable[[], SentTokenizer]) -> SentTokenizer:
+    """Load without holding the caller's loop up: transformers is imported, files are stored and a process started.
+
+    If the wait is cancelled, the tokenizer is closed as soon as it is there.
+    """
+    try:
+        loading = asyncio.get_running_loop().run_in_executor(None, load)
+    except RuntimeError:  # the main thread has ended, and with it every pool, but a thread of the user's goes on
+        return load()
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        loading.add_done_callback(_close_loaded)
+        raise
+
+
+def _close_loaded(loading: asyncio.Future[SentTokenizer]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()
 
 
 def _load_tokenizer(files: TokenizerFiles, cache: Path | None, limit_s: float) -> SentTokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -14,16 +15,17 @@ from specsplit.engine.event_loop import new_event_loop
 
 T = TypeVar("T")
 FinishedTask = asyncio.Task[None]
+_log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """A running event loop; `end` it once."""
+    """A running event loop; `end` it once, or `end_soon`."""
 
     def __init__(self, name: str) -> None:
         self._loop = new_event_loop()
         self._tasks: set[FinishedTask] = set()
         self._process_id = os.getpid()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -52,7 +54,30 @@ class LoopThread:
         self.submit(_wind_up()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+
+    def end_soon(self, first: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `first`, and end the thread as `end` does, without waiting for it; also on the loop or in a finalizer."""
+        _ending.add(self)
+        self.submit(self._end_after(first))
+
+    def join(self) -> None:
+        """Wait for the end of a thread that is to end soon."""
+        self._thread.join()
+
+    async def _end_after(self, first: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await first()
+        except Exception:  # noqa: BLE001 - nobody waits for this, and the thread is to end all the same
+            _log.exception("what a pipeline held was not freed in good order")
+        await _wind_up()
+        self._loop.stop()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+            _ending.discard(self)
 
 
 class CancellableTask:
@@ -87,6 +112,17 @@ class CancellableTask:
         # A closed loop raises, and ending it has ended every task.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cancel)
+
+
+_ending: set[LoopThread] = set()
+"""Threads that nobody waits for, but the interpreter's end."""
+
+
+def join_ending() -> None:
+    """Wait for every thread of this process that is to end soon."""
+    for thread in list(_ending):
+        if thread.is_here:
+            thread.join()
 
 
 async def _wind_up() -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from specsplit.core.defaults import WITHOUT_LINK_SETTINGS
-from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
-from specsplit.core.sections import DraftSettings, WorkerSettings
+from specsplit.core.errors import DeadlineExceeded, InvalidSettings, SpecSplitError, WorkerUnreachable
+from specsplit.core.sections import DraftSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
@@ -38,11 +38,12 @@ async def local_processes(
     `arguments` are given to each of them.
 
     Raises:
+        InvalidSettings: a target started here would need certificates, for its stages.
         WorkerFailed: one ended before it served, and what it said last.
     """
     processes: dict[str, LocalProcess] = {}
     if not settings.is_remote:
-        options = _options(settings.target, settings.target.model)
+        options = [*_options(settings.target, settings.target.model), *_link_options(settings.target)]
         processes["target"] = LocalProcess(
             "The target", ("target", *options, *arguments), note, partial(_wait_hung, RemoteVerifier)
         )
@@ -91,3 +92,17 @@ def _options(settings: WorkerSettings, model: str) -> list[str]:
         given["vocab"] = settings.vocab
     words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
     return [*(word for pair in words for word in pair), *WITHOUT_LINK_SETTINGS]
+
+
+def _link_options(settings: TargetSettings) -> list[str]:
+    """Return the options for the links to stages elsewhere; the one to the gateway is on loopback and has none.
+
+    Raises:
+        InvalidSettings: they have certificates, which would be those of the link to the gateway, too.
+    """
+    if settings.stages and settings.tls_cert:
+        raise InvalidSettings(
+            "A target that is started here has no certificates for its stages: start it by itself with specsplit "
+            "target, and name it with --target."
+        )
+    return ["--insecure"] if settings.stages and settings.insecure else []

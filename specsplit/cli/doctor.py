@@ -11,10 +11,10 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from specsplit.assembly.models import LoadedDraft, check_models, load_local
+from specsplit.assembly.models import LoadedDraft, Progress, check_models, load_local, load_worker
 from specsplit.assembly.requests import check_request_values
 from specsplit.cli import render
-from specsplit.cli.doctor_checks import Check, exactness_check, no_draft_check, revision_checks
+from specsplit.cli.doctor_checks import Check, exactness_check, is_coordinator, no_draft_check, revision_checks
 from specsplit.cli.doctor_links import check_links
 from specsplit.cli.doctor_memory import memory_checks
 from specsplit.core.defaults import Role
@@ -124,12 +124,14 @@ def _machine(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
 def _models(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
     try:
         with render.loading_bar() as progress:
-            loaded = load_local(settings, progress)
+            models = _loaded(settings, progress)
     except SpecSplitError as error:
         return [Check("models", False, str(error))]
-    assert loaded is not None, "called where a model is placed here"
-    models = [loaded.draft] if isinstance(loaded, LoadedDraft) else list(filter(None, (loaded.target, loaded.draft)))
     checks: list[Check] = []
+    if is_coordinator(settings):
+        checks.append(
+            Check("target", True, f"{settings.target.model}: not loaded here, since its layers are on stages")
+        )
     for model in models:
         here[model.role] = model.identity
         checks += [_model(model), *revision_checks(model.role, model.identity), _exactness(model)]
@@ -139,6 +141,16 @@ def _models(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
     elif not settings.has_draft:
         checks.append(no_draft_check(settings))
     return checks
+
+
+def _loaded(settings: Settings, progress: Progress | None) -> list[LoadedModel]:
+    """Load what runs here; beside a target that is cut, whose layers may fit no machine, only a draft that is named."""
+    if is_coordinator(settings):
+        is_named = settings.draft.model is not None and settings.draft_source is not None
+        return [load_worker("draft", settings.draft, progress)] if is_named else []
+    loaded = load_local(settings, progress)
+    assert loaded is not None, "called where a model is placed here"
+    return [loaded.draft] if isinstance(loaded, LoadedDraft) else list(filter(None, (loaded.target, loaded.draft)))
 
 
 def _model(model: LoadedModel) -> Check:

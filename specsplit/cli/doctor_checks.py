@@ -27,6 +27,11 @@ class Check:
         return "[yellow]warns[/yellow]" if self.is_warning else "[green]ok[/green]"
 
 
+def is_coordinator(settings: Settings) -> bool:
+    """Whether these settings are for a target here that is cut, so that its layers are on stages."""
+    return settings.target.is_cut and not settings.is_remote
+
+
 def exactness_check(role: str, worker: Computing, reason: str = "") -> Check:
     """Return the line about the bits of a worker's forwards; `reason` is a sentence about how that is known."""
     shown = shown_exactness(worker)

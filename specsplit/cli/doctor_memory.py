@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specsplit.cli.doctor_checks import Check
+from specsplit.cli.doctor_checks import Check, is_coordinator
 from specsplit.core.defaults import SERVED_SESSIONS
 from specsplit.core.settings import Settings
 from specsplit.model.memory_size import MemorySize, parse_memory, shown_memory
@@ -48,10 +48,10 @@ def memory_checks(models: Sequence[LoadedModel], settings: Settings) -> list[Che
         free[device] = available_bytes(model.runner.device)
         budget = parse_memory(section.kv_memory)
         # As models are loaded: a draft beside a target with a budget holds as many tokens, and one that is alone has
-        # the size that was meant for the only model.
+        # the size that was meant for the only model; that of a target on stages is for its own rows alone.
         if budget is None and rows is not None:
             budget = rows * cache.row_bytes
-        elif budget is None:
+        elif budget is None and not is_coordinator(settings):
             budget = parse_memory(settings.target.kv_memory)
         sessions = section.sessions or SERVED_SESSIONS
         demand = KVDemand(model.role, sessions, cache.capacity * cache.row_bytes, cache.row_bytes, budget)

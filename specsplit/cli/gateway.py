@@ -18,6 +18,7 @@ from specsplit.engine import event_loop
 
 if TYPE_CHECKING:
     from specsplit.assembly.gateway import RunningGateway
+    from specsplit.core.sections import GatewaySettings
 
 
 def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
@@ -39,15 +40,19 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     chosen = settings.gateway
     for listen in filter(None, (chosen.http, chosen.lmtp, chosen.health, chosen.metrics)):
         check_listen(listen)
-    arguments = ["--log-format", chosen.log_format, "--log-level", chosen.log_level]
-    if given.get("config"):
-        arguments += ["--config", given["config"]]
+    arguments = worker_arguments(given, chosen)
 
     def opening() -> AbstractAsyncContextManager[RunningGateway]:
         return serving_gateway(settings, arguments, note)
 
     with tracing(given, "gateway"):
         return event_loop.run(serve_until_signal(opening, _describe, settings.gateway.drain))
+
+
+def worker_arguments(given: Mapping[str, Any], settings: GatewaySettings) -> list[str]:
+    """Return the options that every worker started by a gateway has: its settings file, and a log as the gateway's."""
+    config = ["--config", given["config"]] if given.get("config") else []
+    return ["--log-format", settings.log_format, "--log-level", settings.log_level, *config]
 
 
 def _with_model(given: Mapping[str, Any]) -> dict[str, Any]:

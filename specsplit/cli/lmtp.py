@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specsplit.assembly.models import check_models
-from specsplit.cli import render
-from specsplit.cli.gateway import gateway_extra
-from specsplit.cli.logs import set_up_logging
+from specsplit.cli.gateway import gateway_extra, worker_arguments
+from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.serve import NOT_SETTINGS
 from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
@@ -29,11 +28,11 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         from specsplit.gateway.lmtp.session import LmtpServer
         from specsplit.gateway.lmtp.stdio import serve_stdio, write_status
     set_up_logging(settings.gateway, "gateway")
-    arguments = ("--config", given["config"]) if given.get("config") else ()
+    arguments = worker_arguments(given, settings.gateway)
 
     async def serve() -> None:
-        async with serving_models(settings, arguments, render.note) as models:
-            render.note("LMTP on stdin and stdout: one frame a line.")
+        async with serving_models(settings, arguments, note) as models:
+            note("LMTP on stdin and stdout: one frame a line.")
             write_status("ready", models=[model.name for model in models.ready])
             await serve_stdio(LmtpServer(models, log=log))
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -21,6 +19,7 @@ from typing import Any, cast
 
 from specsplit.core.errors import ResourceError
 from specsplit.limits import TOKENIZER_CALL_S
+from specsplit.model.child_python import python_command, python_environment
 
 _BYTE_S = 10.0 / (1 << 20)
 """Processor time for each byte of a call. Chosen: the slowest texts found take a third of it."""
@@ -145,11 +144,11 @@ class _Running:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "specsplit.model.tokenizer_process"],
+                python_command("specsplit.model.tokenizer_process"),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # panics of the tokenizers library go there, and our sentence says it better
-                env={**os.environ, **_ENVIRONMENT},
+                env={**python_environment(), **_ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C is ours to hear
             )
         except OSError as error:

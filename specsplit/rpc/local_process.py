@@ -10,13 +10,13 @@ import contextlib
 import json
 import logging
 import os
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
 from specsplit.core.errors import ResourceError, SpecSplitError, WorkerFailed
 from specsplit.core.types import Note
+from specsplit.model.child_python import python_command, python_environment
 
 PAUSES_S = (0.2, 10.0)
 """Pause before a process that ended is started again: the first one, and the longest."""
@@ -58,11 +58,12 @@ class LocalProcess:
         """
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "specsplit", *self._arguments),
+                *(*python_command("specsplit"), *self._arguments),
                 *("--listen", self.address, "--parent", str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
+                env=python_environment(),
                 start_new_session=True,  # Ctrl-C is the parent's to hear, which needs this process to drain
                 limit=LINE_BYTES,
             )

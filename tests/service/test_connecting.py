@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from specsplit.cli import orchestrate
 from specsplit.cli.main import main
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings, load_settings
+from specsplit.model import sent_tokenizer
 from specsplit.rpc.connectivity import why_unreachable
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
@@ -101,6 +103,48 @@ async def test_a_target_that_comes_up_meanwhile_is_taken():
             with pytest.raises(SpecSplitError, match="tokenizer"):  # reached: the fake's tokenizer is none
                 await connecting
     assert len(notes) == 1
+
+
+class SlowLoading(FakeTokenizer):
+    """Stands in for the loading of a target's tokenizer, which ends when it is let go on, or after much time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.go_on, self.is_closed = threading.Event(), threading.Event(), asyncio.Event()
+        self.was_let_go_on = False
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(sent_tokenizer, "tokenizer_from_files", self.load)
+
+    def load(self, *_: object) -> SlowLoading:
+        self.has_begun.set()
+        self.was_let_go_on = self.go_on.wait(LIMIT_S)
+        return self
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self.is_closed.set)
+
+
+async def test_the_loop_goes_on_while_the_tokenizer_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = SlowLoading(monkeypatch)
+    async with serving("127.0.0.1:0", [TargetService(FakeTarget())]) as server:
+        connecting = asyncio.create_task(connect(server.address, []))
+        await asyncio.to_thread(tokenizer.has_begun.wait)
+        tokenizer.go_on.set()
+        await connecting
+    assert tokenizer.was_let_go_on
+    await asyncio.wait_for(tokenizer.is_closed.wait(), LIMIT_S)
+
+
+async def test_a_tokenizer_that_nobody_waits_for_any_more_is_closed(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = SlowLoading(monkeypatch)
+    async with serving("127.0.0.1:0", [TargetService(FakeTarget())]) as server:
+        connecting = asyncio.create_task(connect(server.address, []))
+        await asyncio.to_thread(tokenizer.has_begun.wait)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+    assert not tokenizer.is_closed.is_set()
+    tokenizer.go_on.set()
+    await asyncio.wait_for(tokenizer.is_closed.wait(), LIMIT_S)
 
 
 @pytest.mark.parametrize("given", [{"retry": 0.2}, {"timeout": 0.2}, {"timeout": 0.2, "retry": 0}], ids=str)

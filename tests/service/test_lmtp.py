@@ -194,7 +194,7 @@ async def test_a_constrained_query_and_a_distribution_of_lmql(gateway: GatewayPr
 
 
 def test_a_process_speaks_it_over_its_pipes(pipeline: Pipeline) -> None:
-    command = ("lmtp", "--stdio", "--dtype", "fp32", "--threads", "1", "--context", "512")
+    command = ("lmtp", "--stdio", "--dtype", "fp32", "--threads", "1", "--context", "512", "--log-format", "json")
     process = ForkedProcess(
         "specsplit",
         *command,
@@ -209,10 +209,12 @@ def test_a_process_speaks_it_over_its_pipes(pipeline: Pipeline) -> None:
     lines = ["no frame", *(f"GENERATE {json.dumps(each)}" for each in asked)]
     try:
         # Nothing comes after these lines, and both streams are finished all the same.
-        output, _ = process.communicate("\n".join(lines).encode(), timeout=LIMIT_S)
+        output, log = process.communicate("\n".join(lines).encode(), timeout=LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == 0
+    said = [json.loads(line)["message"] for line in log.splitlines()]
+    assert "LMTP on stdin and stdout: one frame a line." in said
     frames = [line.split(" ", 1) for line in output.decode().splitlines()]
     assert [json.loads(payload) for kind, payload in frames if kind == "SYS"] == [
         [{"status": "loading"}],

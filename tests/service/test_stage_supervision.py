@@ -86,8 +86,8 @@ async def test_a_local_stage_on_an_endless_step_is_killed_though_it_answers(
     start, told = asyncio.create_subprocess_exec, list[str]()
 
     async def start_stuck(*command: str, **options: Any) -> asyncio.subprocess.Process:
-        program, module, name, *arguments = command
-        assert (module, name) == ("-m", "specsplit")
+        program, safe, module, name, *arguments = command
+        assert (safe, module, name) == ("-P", "-m", "specsplit")
         return await start(program, "-c", NEVER_CONFIGURED, *arguments, **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_stuck)

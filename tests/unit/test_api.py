@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -15,6 +16,7 @@ import pytest
 
 from specsplit import api
 from specsplit.api import Pipeline
+from specsplit.assembly.loop_thread import join_ending
 from specsplit.assembly.workers import Workers
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import Settings, load_settings
@@ -25,6 +27,25 @@ PATIENCE_S = 60.0
 """How long a broken test may hang; a sound one never waits for it."""
 
 
+def made(
+    monkeypatch: pytest.MonkeyPatch,
+    target: FakeTarget,
+    tokenizer: FakeTokenizer | None = None,
+    pool: ThreadPoolExecutor | None = None,
+    on_close: Callable[[], object] = bool,
+) -> Pipeline:
+    @asynccontextmanager
+    async def workers(settings: Settings, models: None) -> AsyncGenerator[Workers]:
+        if pool is not None:
+            asyncio.get_running_loop().set_default_executor(pool)
+        yield Workers(target, None, tokenizer or FakeTokenizer())
+        on_close()
+
+    monkeypatch.setattr(api, "open_workers", workers)
+    given = {"target": "127.0.0.1:1", "mode": "plain", "max_new_tokens": 2, "ignore_eos": True}
+    return Pipeline.from_settings(load_settings(given).settings)
+
+
 @contextmanager
 def opened(
     monkeypatch: pytest.MonkeyPatch,
@@ -32,15 +53,7 @@ def opened(
     tokenizer: FakeTokenizer | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> Generator[Pipeline]:
-    @asynccontextmanager
-    async def workers(settings: Settings, models: None) -> AsyncGenerator[Workers]:
-        if pool is not None:
-            asyncio.get_running_loop().set_default_executor(pool)
-        yield Workers(target, None, tokenizer or FakeTokenizer())
-
-    monkeypatch.setattr(api, "open_workers", workers)
-    given = {"target": "127.0.0.1:1", "mode": "plain", "max_new_tokens": 2, "ignore_eos": True}
-    with Pipeline.from_settings(load_settings(given).settings) as pipeline:
+    with made(monkeypatch, target, tokenizer, pool) as pipeline:
         yield pipeline
 
 
@@ -148,6 +161,78 @@ def test_a_pipeline_in_a_forked_process_says_so_and_closes(monkeypatch: pytest.M
         assert outcome_in_a_fork(ask).split("|") == [sentence] * 4
         assert len(list(begun)) == 1
         assert len(pipeline.generate("ab").token_ids) == 2
+
+
+def threads_of_pipelines() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "specsplit-pipeline"}
+
+
+class ElsewhereTarget(FakeTarget):
+    """It tells which loop it runs on."""
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        self.loop = asyncio.get_running_loop()
+        return await super().verify(turn, proposal)
+
+
+def collect_until_ended(thread: threading.Thread) -> bool:
+    """Collect again and again, since a request that is cancelled meanwhile holds its pipeline for a moment."""
+    end_s = time.monotonic() + PATIENCE_S
+    while thread.is_alive() and time.monotonic() < end_s:
+        gc.collect()
+        thread.join(0.01)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_under_way", [False, True], ids=["idle", "under way"])
+def test_a_dropped_pipeline_is_closed(is_under_way: bool, monkeypatch: pytest.MonkeyPatch):
+    target, left, slots = CollectingTarget(), threads_of_pipelines(), list[int]()
+    pipeline = made(monkeypatch, target, on_close=lambda: slots.append(len(target.slots)))
+    stream = pipeline.stream("ab")
+    if is_under_way:
+        next(stream)
+        assert target.is_endless.wait(PATIENCE_S)
+    (thread,) = threads_of_pipelines() - left
+    del pipeline, stream
+    assert collect_until_ended(thread)
+    assert slots == [0]
+
+
+def test_a_pipeline_dropped_on_its_own_thread_is_closed(monkeypatch: pytest.MonkeyPatch):
+    target, left = ElsewhereTarget(), threads_of_pipelines()
+    held = [made(monkeypatch, target)]
+    held[0].generate("ab")
+    (thread,) = threads_of_pipelines() - left
+    target.loop.call_soon_threadsafe(held.clear)
+    assert collect_until_ended(thread)
+    assert target.loop.is_closed()
+
+
+def test_a_pipeline_dropped_in_a_forked_process_stays_with_its_own(monkeypatch: pytest.MonkeyPatch):
+    held = [made(monkeypatch, FakeTarget())]
+
+    def drop() -> str:
+        held.clear()
+        gc.collect()
+        join_ending()
+        return "dropped"
+
+    assert outcome_in_a_fork(drop) == "dropped"
+    assert len(held[0].generate("ab").token_ids) == 2
+    held[0].close()
+
+
+def test_the_interpreters_end_waits_for_a_pipeline_dropped_before(monkeypatch: pytest.MonkeyPatch):
+    go_on = threading.Event()
+    left = threads_of_pipelines()
+    pipeline = made(monkeypatch, FakeTarget(), on_close=lambda: go_on.wait(PATIENCE_S))
+    (thread,) = threads_of_pipelines() - left
+    del pipeline
+    gc.collect()
+    assert thread.is_alive()
+    go_on.set()
+    join_ending()
+    assert not thread.is_alive()
 
 
 class WaitingTokenizer(FakeTokenizer):

@@ -1,16 +1,21 @@
-"""Checks of the doctor that need no model: a target without a draft, memory, keys, certificates and ports."""
+"""Checks of the doctor that load no model: a target without a draft or in stages, memory, keys, certificates, ports."""
 
 from __future__ import annotations
 
+import json
 import socket
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from specsplit.cli.doctor_checks import no_draft_check
 from specsplit.cli.doctor_links import check_links
-from specsplit.cli.doctor_memory import KVDemand, memory_check
+from specsplit.cli.doctor_memory import KVDemand, memory_check, memory_checks
+from specsplit.cli.main import main
 from specsplit.core.settings import load_settings
 from tests.support.certificates import Authority
 
@@ -115,3 +120,26 @@ def test_doctor_tries_the_ports_of_services(monkeypatch: pytest.MonkeyPatch):
         checks = {check.name: check for check in check_links(load_settings({}, purpose="check"))}
     assert f"{address} is in use" in checks["target listen"].detail
     assert [checks[name].is_warning for name in ("target listen", "target health")] == [True, False]
+
+
+def test_doctor_loads_no_model_whose_layers_are_on_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Its weights are no weights: to load them would fail, as it would where they do not fit the memory."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setenv("SPECSPLIT_TARGET_STAGES", "127.0.0.1:1")
+    assert main(["doctor", "--target-model", str(tmp_path), "--json"]) == 1, "no stage is there"
+    checks = {check["name"]: check for check in json.loads(capfd.readouterr().out)["checks"]}
+    assert [name for name, check in checks.items() if not check["is_ok"]] == ["stage 127.0.0.1:1"]
+    assert checks["target"]["detail"] == f"{tmp_path}: not loaded here, since its layers are on stages"
+    assert "cpu memory" not in checks
+
+
+def test_doctor_counts_the_memory_of_stages_for_no_draft(monkeypatch: pytest.MonkeyPatch):
+    cache = SimpleNamespace(capacity=1 << 10, row_bytes=1 << 10)
+    draft: Any = SimpleNamespace(role="draft", runner=SimpleNamespace(cache=cache, device=torch.device("cpu")))
+    monkeypatch.setenv("SPECSPLIT_TARGET_STAGES", "127.0.0.1:1")
+    monkeypatch.setenv("SPECSPLIT_TARGET_KV_MEMORY", "1TiB")
+    (check,) = memory_checks([draft], load_settings({}, purpose="check").settings)
+    assert "4.0 MiB of the draft for 4 full sessions" in check.detail

@@ -1,0 +1,102 @@
+"""What a gateway hands on to the workers that it starts: how a target reaches its stages, and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specsplit.assembly import gateway
+from specsplit.assembly.supervision import local_processes
+from specsplit.cli.main import main
+from specsplit.core.errors import InvalidSettings, WorkerFailed
+from specsplit.core.settings import Settings, load_settings
+from specsplit.core.types import Note
+
+READY = f"print({json.dumps(json.dumps({'address': '127.0.0.1:7777'}))}, flush=True); import time; time.sleep(60)"
+STAGES = '[target]\nstages = ["192.0.2.1:7101"]\n'
+OWN = 4
+"""Words at the end of a command that are about the process itself: where it listens, and its parent."""
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Start, instead of workers, programs that say that they serve; give the words behind `specsplit` of each."""
+    started, start = list[list[str]](), asyncio.create_subprocess_exec
+
+    async def start_ready(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        started.append(list(command[command.index("specsplit") + 1 :]))
+        return await start(sys.executable, "-I", "-S", "-c", READY, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_ready)
+    return started
+
+
+def settings_of(path: Path, text: str) -> Settings:
+    path.write_text(text)
+    return load_settings({"mode": "plain"}, config=str(path), purpose="gateway").settings
+
+
+async def start(settings: Settings, arguments: Sequence[str]) -> None:
+    async with local_processes(settings, arguments):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "is_insecure"),
+    [
+        (f"{STAGES}insecure = true\n", True),
+        (STAGES, False),
+        ("[target]\ninsecure = true\n", False),  # of its own links, which are on loopback
+        (f"{STAGES}[gateway]\ninsecure = true\n", False),
+    ],
+    ids=["stages", "stages without", "no stages", "the gateway's"],
+)
+def test_a_target_that_is_started_reaches_its_stages_as_its_settings_say(
+    text: str, is_insecure: bool, tmp_path: Path, commands: list[list[str]], capfd: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "settings.toml"
+    asyncio.run(start(settings_of(path, text), ("--config", str(path))))
+    (command,) = commands
+    assert main([*command[:-OWN], "--print-config"]) == 0
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("insecure = "))
+    assert line.startswith(f"insecure = {str(is_insecure).lower()}")
+
+
+def test_a_target_with_certificates_for_its_stages_is_not_started(tmp_path: Path, commands: list[list[str]]):
+    text = f'{STAGES}tls_cert = "a.pem"\ntls_key = "a.key"\ntls_ca = "ca.pem"\n'
+    settings = settings_of(tmp_path / "settings.toml", text)
+    with pytest.raises(InvalidSettings, match="start it by itself with specsplit target, and name it with --target"):
+        asyncio.run(start(settings, ()))
+    assert not commands
+
+
+@pytest.mark.parametrize(
+    ("command", "opening"),
+    [(("serve", "--http", "127.0.0.1:0"), "serving_gateway"), (("lmtp", "--stdio"), "serving_models")],
+)
+def test_workers_log_as_the_process_that_starts_them_and_read_its_file(
+    command: tuple[str, ...],
+    opening: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    path, handed = tmp_path / "settings.toml", list[Sequence[str]]()
+    path.write_text('[gateway]\nlog_level = "warning"\n')
+    package = logging.getLogger("specsplit")
+    caplog.set_level(package.level, package.name)  # what the command sets is taken back at the end
+
+    def refuse(settings: Settings, arguments: Sequence[str], note: Note) -> None:
+        handed.append(arguments)
+        raise WorkerFailed("It has seen enough.")
+
+    monkeypatch.setattr(gateway, opening, refuse)
+    assert main([*command, "--config", str(path)]) == 1
+    assert handed == [["--log-format", "text", "--log-level", "warning", "--config", str(path)]]
