@@ -232,9 +232,16 @@ def _load_draft(source: str, settings: Settings, progress: Progress, fallback: L
 
 
 def load_worker(
-    role: Role, settings: WorkerSettings, progress: Progress | None = None, *, default_context: int | None = None
+    role: Role,
+    settings: WorkerSettings,
+    progress: Progress | None = None,
+    *,
+    default_context: int | None = None,
+    has_all_cores: bool = False,
 ) -> LoadedModel:
     """Load the model of a worker that serves; without a context it has its own, at most `default_context`.
+
+    `has_all_cores` says that nothing else computes on them, whatever address it listens on.
 
     Raises:
         MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here; the message says why.
@@ -254,7 +261,7 @@ def load_worker(
         dtype=settings.dtype,
         device=settings.device,
         threads=settings.threads,
-        max_threads=most_threads(settings),
+        max_threads=None if has_all_cores else most_threads(settings),
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
         default_context=default_context or DEFAULT_CONTEXT,

@@ -52,6 +52,8 @@ async def local_processes(
         if settings.target.context is not None:
             # It drafts as far as the target goes, if it was made for that.
             options += ["--default-context", str(settings.target.context)]
+        if settings.is_remote or settings.target.device.startswith("cuda"):
+            options.append("--all-cores")  # the target computes elsewhere
         processes["draft"] = LocalProcess(
             "The draft", ("draft", *options, *arguments), note, partial(_wait_hung, RemoteDrafter)
         )

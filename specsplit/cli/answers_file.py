@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self, cast
@@ -48,6 +49,8 @@ class AnswersFile:
                 # Nobody reads it beside who may not read the file itself.
                 beside.touch(0o600)
                 shutil.copymode(path, beside)
+                with suppress(PermissionError):
+                    shutil.chown(beside, path.stat().st_uid, path.stat().st_gid)
                 beside.write_bytes(kept)
                 beside.replace(path)
             # Without a buffer: a line is in the file when it has been written.

@@ -133,6 +133,8 @@ class EndpointAnswers:
         try:
             try:
                 connection.request("GET", f"{self._base}/models", headers=self._headers)
+            except OSError:
+                raise  # a wrong certificate is a ValueError as well
             except ValueError as error:  # a host or path with letters that have no place there
                 raise self._no_url() from error
             listed = _answered(connection.getresponse(), self.url)

@@ -28,8 +28,8 @@ class Check:
 
 
 def is_coordinator(settings: Settings) -> bool:
-    """Whether these settings are for a target here that is cut, so that its layers are on stages."""
-    return settings.target.is_cut and not settings.is_remote
+    """Whether these settings are for a target here whose layers are on stages elsewhere."""
+    return bool(settings.target.stages) and not settings.is_remote
 
 
 def exactness_check(role: str, worker: Computing, reason: str = "") -> Check:

@@ -136,6 +136,7 @@ def draft(
     trace_file: options.TraceFile = None,
     print_config: options.PrintConfig = False,
     default_context: options.DefaultContext = None,
+    all_cores: options.AllCores = False,
     parent: options.Parent = None,
     help_all: HelpAll = False,
 ) -> None:

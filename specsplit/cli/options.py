@@ -109,7 +109,8 @@ ServedName = Annotated[
     str | None, option("--served-name", _SERVICES, "The model's name for clients.", "that of its folder", "NAME")
 ]
 ServedThreads = Annotated[
-    str | None, option("--threads", _MODELS, "CPU threads of the model.", "auto, the fastest number as measured", "N")
+    str | None,
+    option("--threads", _MODELS, "CPU threads of the model.", "auto, as measured; a draft on loopback has half", "N"),
 ]
 StageThreads = Annotated[int | None, option("--threads", _MODELS, "CPU threads of the stage.", "one per core", "N")]
 Listen = Annotated[
@@ -198,6 +199,7 @@ StepTimeout = Annotated[
 Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """Id of the process that started this worker; the worker ends when that process does."""
 
+AllCores = Annotated[bool, typer.Option("--all-cores", hidden=True)]
 DefaultContext = Annotated[int | None, typer.Option("--default-context", hidden=True)]
 """Tokens of a session without --context, if the model was made for as many; from the process that started this one."""
 

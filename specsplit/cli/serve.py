@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specsplit.rpc.server import Server
 
 T = TypeVar("T")
-NOT_SETTINGS = ("config", "trace_file", "print_config", "parent", "default_context")
+NOT_SETTINGS = ("config", "trace_file", "print_config", "parent", "default_context", "all_cores")
 _PR_SET_PDEATHSIG = 1
 ANSWERS_CUT = 3
 """Exit code of a drain that had to cut answers."""
@@ -74,7 +74,7 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     with tracing(given, role):
         if isinstance(settings, TargetSettings) and settings.is_cut:
             return _serve_chain(settings)
-        return _serve_model(role, settings, given.get("default_context"))
+        return _serve_model(role, settings, given)
 
 
 def end_with_parent(given: Mapping[str, Any]) -> None:
@@ -89,9 +89,10 @@ def end_with_parent(given: Mapping[str, Any]) -> None:
         raise SystemExit(1)
 
 
-def _serve_model(role: Role, settings: WorkerSettings, default_context: int | None) -> int:
+def _serve_model(role: Role, settings: WorkerSettings, given: Mapping[str, Any]) -> int:
+    default_context, has_all_cores = given.get("default_context"), bool(given.get("all_cores"))
     with terminable(), render.loading_bar() as progress:
-        model = load_worker(role, settings, progress, default_context=default_context)
+        model = load_worker(role, settings, progress, default_context=default_context, has_all_cores=has_all_cores)
     if not model.runner.is_recorded:
         note(not_recorded(model))
     ready = {"role": model.role, "model": model.name, "threads": model.threads}

@@ -24,6 +24,7 @@ def python_environment() -> dict[str, str]:
     """Return this process's environment for a child, which finds the package that runs here."""
     # An empty entry, as PYTHONPATH=$PYTHONPATH:/more leaves it, is the current folder, too.
     folders = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    if _HOME not in (*folders, *site.getsitepackages(), site.getusersitepackages()):
+    known = [*folders, *site.getsitepackages(), site.getusersitepackages()]
+    if _HOME not in [str(Path(folder).resolve()) for folder in known]:
         folders.append(_HOME)  # a checkout, which may have been found only because the user is in it
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import ssl
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specsplit.cli.chat_answers import ChatStats, checked_key
+from specsplit.cli.chat_answers import ChatStats, EndpointAnswers, checked_key
 from specsplit.cli.chat_turn import Conversation, run_command, split_parameters
-from specsplit.core.errors import InvalidRequest, InvalidSettings
+from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
+from specsplit.core.sections import OrchestratorSettings
 
 
 @pytest.mark.parametrize(
@@ -87,3 +90,13 @@ def test_a_key_that_no_header_holds_is_refused_unseen(key: str):
     with pytest.raises(InvalidSettings, match="SPECSPLIT_API_KEY has characters that no") as caught:
         checked_key(key)
     assert key not in str(caught.value)
+
+
+def test_a_wrong_certificate_is_no_wrong_url(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise ssl.SSLCertVerificationError(1, "certificate verify failed")
+
+    monkeypatch.setattr(http.client.HTTPSConnection, "request", refuse)
+    answers = EndpointAnswers("https://127.0.0.1:1", None, OrchestratorSettings(), frozenset(), ChatStats())
+    with pytest.raises(SpecSplitError, match="certificate verify failed"):
+        answers.meet()

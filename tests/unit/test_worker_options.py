@@ -100,3 +100,18 @@ def test_workers_log_as_the_process_that_starts_them_and_read_its_file(
     monkeypatch.setattr(gateway, opening, refuse)
     assert main([*command, "--config", str(path)]) == 1
     assert handed == [["--log-format", "text", "--log-level", "warning", "--config", str(path)]]
+
+
+@pytest.mark.parametrize(
+    ("text", "has_all"),
+    [("", False), ('[target]\naddress = "192.0.2.1:7001"\n', True), ('[target]\ndevice = "cuda:1"\n', True)],
+    ids=["here", "elsewhere", "on a gpu"],
+)
+async def test_a_draft_has_all_cores_where_its_target_computes_elsewhere(
+    tmp_path: Path, commands: list[list[str]], text: str, has_all: bool
+):
+    path = tmp_path / "s.toml"
+    path.write_text(f'{text}[draft]\nmodel = "embedded"\n')
+    settings = load_settings({}, config=str(path), purpose="gateway").settings
+    await start(settings, ())
+    assert ("--all-cores" in commands[-1]) == has_all

@@ -143,6 +143,11 @@ class BackgroundDrafting:
         if self.task is not None and not self.task.cancelling() and not self.is_probe and not is_catching_up:
             self.task.cancel()
 
+    def stop(self) -> None:
+        """Cancel the call under way for a plan that asks nothing of the draft: no other one follows it."""
+        self._next = None
+        self.cut()
+
     async def wait_for_nodes(self, max_depth: int) -> Reason | None:
         """Wait until the call under way brings nodes or ends, since the draft takes one call at a time.
 

@@ -26,7 +26,7 @@ class LookupSource(TreeSource):
             return await self._resting.next_input(plan, first_node)
         await self.leave()
         if plan.budget is None and background is not None:
-            background.cut()  # an earlier decision may still have the draft at work
+            background.stop()  # an earlier decision may still have the draft at work
         nodes, is_looked_up = speculator.look_up_first(plan)
         if plan.mode == "lookup" and plan.limit is not None:
             nodes = speculator.best(plan.limit, None)

@@ -40,7 +40,7 @@ class StreamSource(TreeSource):
             return
         background.on_nodes = self._target.push
         if budget is None:
-            background.cut()  # an earlier decision may still have the draft at work
+            background.stop()  # an earlier decision may still have the draft at work
             if plan.probe is not None:
                 background.probe(plan.probe)
         else:
