@@ -36,7 +36,12 @@ def test_ctrl_c_ends_what_takes_long_at_once(
         pytest.fail("it went on")
 
     monkeypatch.setattr(long, press)
+    # A shell starts what runs in its background with SIGINT ignored, and Python leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     text = tmp_path / "text"
     text.write_text("Hello")
-    assert main([each.format(text=text) for each in arguments]) == 130
+    try:
+        assert main([each.format(text=text) for each in arguments]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.endswith("Interrupted.\n")
