@@ -200,6 +200,7 @@ Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
 """Id of the process that started this worker; the worker ends when that process does."""
 
 AllCores = Annotated[bool, typer.Option("--all-cores", hidden=True)]
+"""Whether the target computes elsewhere, so that a draft on loopback may take every core; from who started it."""
 DefaultContext = Annotated[int | None, typer.Option("--default-context", hidden=True)]
 """Tokens of a session without --context, if the model was made for as many; from the process that started this one."""
 

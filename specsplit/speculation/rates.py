@@ -100,7 +100,7 @@ class RateCorrections:
 
     def forgive(self, current: RatedMode | None) -> None:
         """Forgive all modes but the current one, so that what was left is tried again in time."""
-        common = min(1.0, self.factor(PLAIN))
+        common = self._common
         for mode, correction in self._by_mode.items():
             if mode != current:
                 correction.forgive(1.0 if mode == PLAIN else common)
@@ -123,11 +123,16 @@ class RateCorrections:
         """Return whether rounds of this mode were counted."""
         return mode in self._by_mode
 
+    @property
+    def _common(self) -> float:
+        """The factor that plain decoding's rounds put on every mode, at most 1."""
+        return min(1.0, self.factor(PLAIN))
+
     def _untried(self, mode: RatedMode) -> float:
         if mode == PLAIN:
             return 1.0
         if mode == "bare stream":
-            return min(1.0, self.factor(PLAIN))
+            return self._common
         ignored = ("bare stream", *(CONCURRENT if self.is_contended and mode not in CONCURRENT else ()))
         return min([1.0, *[tried.factor for other, tried in self._by_mode.items() if other not in ignored]])
 

@@ -37,20 +37,20 @@ class _Sink:
     num_drafted = 0
 
 
-async def _begun() -> tuple[_Draft, BackgroundDrafting]:
+async def _asked_behind_a_cut_call() -> tuple[_Draft, BackgroundDrafting]:
     draft = _Draft()
     background = BackgroundDrafting(cast(DraftClient, draft), cast(Any, _Sink()))
     background.grow(BUDGET)
     await asyncio.sleep(0.1)
+    background.cut()
+    background.grow(BUDGET)
+    await asyncio.sleep(0.01)
     return draft, background
 
 
 def test_a_call_behind_a_cut_one_begins_when_that_has_ended() -> None:
     async def main() -> None:
-        draft, background = await _begun()
-        background.cut()
-        background.grow(BUDGET)
-        await asyncio.sleep(0.01)
+        draft, background = await _asked_behind_a_cut_call()
         background.cut()
         assert draft.num_asked == 1
         await asyncio.sleep(0.1)
@@ -66,10 +66,7 @@ def test_a_call_behind_a_cut_one_begins_when_that_has_ended() -> None:
 
 def test_no_call_follows_where_a_plan_asks_nothing_of_the_draft() -> None:
     async def main() -> None:
-        draft, background = await _begun()
-        background.cut()
-        background.grow(BUDGET)
-        await asyncio.sleep(0.01)
+        draft, background = await _asked_behind_a_cut_call()
         background.stop()
         await asyncio.sleep(0.1)
         assert (draft.num_asked, background.is_running) == (1, False)
