@@ -39,7 +39,7 @@ test: $(TOOLS)  ## Run the tests, slow ones left out (about ten minutes on two i
 test-all: $(TOOLS)  ## Run every test over the full product of families, trees and sampling
 	SPECSPLIT_TEST_ALL=1 $(PYTEST)
 
-check: checks test  ## Run what CI runs: format, lint, imports, types, the measures of the house, tests
+check: checks test  ## Run CI's checks and tests: format, lint, imports, types, the measures of the house, tests (CI also runs make wheel)
 
 checks: type house lint format-check  ## Run every check but the tests (make -j2 -O checks runs two at a time)
 
@@ -72,7 +72,7 @@ api-page: $(TOOLS)  ## Generate docs/api.md from the docstrings
 bench-smoke: $(BENCH)  ## Measure speed and acceptance on the embedded pair, one JSON line last
 	$(BIN)/python -m benchmarks smoke
 
-bench: $(BENCH)  ## Measure all figures and write their report (22 minutes on two free cores; goes on where it was stopped)
+bench: $(BENCH)  ## Measure all figures and write their report (25 minutes on two free cores; goes on where it was stopped)
 	$(BIN)/python -m benchmarks figures
 
 bench-load: $(BENCH)  ## Put 1 to 16 clients on the embedded pair, beside batched generate (12 minutes), one JSON line last
@@ -124,9 +124,15 @@ clean:  ## Remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find specsplit tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
+RECENT := import sys; sys.exit(sys.version_info < (3, 11))
+# What was left by a first try without pip (Debian's python3-venv), or by an older Python, is built anew.
+USABLE := import pip; $(RECENT)
+export OLD_PYTHON = SpecSplit needs Python 3.11 or later, and $(PYTHON) is older or missing; name another one: make PYTHON=python3.12 $(MAKECMDGOALS)
 define BEGIN_VENV
 	@echo "Building $(VENV), which takes a minute or two, once ..." >&2
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c '$(USABLE)' 2>/dev/null || { \
+		$(PYTHON) -c '$(RECENT)' 2>/dev/null || { echo "$$OLD_PYTHON" >&2; exit 1; }; \
+		$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; }
 endef
 
 $(RUNS): pyproject.toml constraints.txt
