@@ -40,11 +40,14 @@ def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
     The share is that of the last tenth of each file, counted by the rest, since a small corpus flatters its own tokens.
 
     Raises:
-        InvalidRequest: a file cannot be read or written, or the corpus is empty.
+        InvalidRequest: a file cannot be read or written, `output` is -, or the corpus is empty.
         ModelNotFound, ModelDamaged: the model or its tokenizer cannot be read.
     """
     if not corpus:
         raise InvalidRequest("Name at least one text to count in with --corpus.", param="corpus")
+    if output == "-":
+        # Standard output has the share; a file of that name is never meant.
+        raise InvalidRequest("--output must name a file, not -.", param="output")
     texts = [_read(Path(name)) for name in corpus]
     check_source(model, "draft")
     require_worker_extra()

@@ -104,3 +104,12 @@ def test_the_command_counts_the_tokens_of_texts(whole: LoadedModel, tmp_path: Pa
     assert kept is not None
     assert set(whole.tokenizer.encode(PROMPT)) <= set(kept)
     assert main([*arguments[:4], str(tmp_path / "none"), *arguments[5:]]) == 2
+
+
+def test_an_output_of_a_dash_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["draft-vocab", "--model", "embedded", "--corpus", __file__, "--output", "-"]) == 2
+    assert "--output must name a file, not -." in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
