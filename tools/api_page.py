@@ -57,11 +57,18 @@ def _class_section(node: ast.ClassDef) -> str:
     constructor = next((each for each in _functions(node) if each.name == "__init__"), None)
     if constructor is not None:
         parts.append(f"    {node.name}({_arguments(constructor)})\n")
-    parts.append(_prose(node))
+    parts += [_prose(node), *_inherited(node)]
     if rows := _field_rows(node):
         parts.append("| field | type | |\n|---|---|---|\n" + "\n".join(rows) + "\n")
     parts += [_method_section(each) for each in _methods(node)]
     return "\n".join(parts)
+
+
+def _inherited(node: ast.ClassDef) -> list[str]:
+    """Return a sentence for each class of this page whose fields the class has, too."""
+    names = {name for _, name in _CLASSES}
+    bases = [each.id for each in node.bases if isinstance(each, ast.Name) and each.id in names]
+    return [f"It also has all fields of [{name}](#{name.lower()}).\n" for name in bases]
 
 
 def _functions(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
