@@ -23,6 +23,8 @@ from specsplit.cli.main import app
 from specsplit.core.defaults import ENV_PREFIX
 from specsplit.core.errors import UsageError
 from specsplit.core.settings import KEYS
+from specsplit.model.attention.paths import slot_rows
+from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT
 from specsplit.rpc.server import serving
 from tests.support.kubernetes import (
     BASE,
@@ -41,6 +43,8 @@ CONTAINERFILE = ROOT / "Containerfile"
 OLDEST = (1, 30)
 """What docs/deployment.md asks of the cluster."""
 VERSIONS = sorted({v for v in schemas.all_versions() if tuple(map(int, v.split(".")[:2])) >= OLDEST})
+QWEN3 = {"target": (8_190_735_360, 147_456), "draft": (596_049_920, 114_688)}
+"""Parameters of Qwen3-8B and Qwen3-0.6B, and the bytes of a token's keys and values in bf16."""
 COMMANDS = {"gateway": "serve"}
 """The command of a workload that has another name."""
 
@@ -351,6 +355,11 @@ def test_the_page_on_deployment_builds_and_overlays_what_exists(tmp_path: Path):
     assert settings_of(workloads["target"], "target").target.threads == 16
     assert settings_of(workloads["draft"], "draft").draft.model == "Qwen/Qwen3-0.6B"
     assert settings_of(workloads["orchestrate"], "orchestrate").target.address == "target:50051"
+    for name, (num_parameters, kv_bytes) in QWEN3.items():
+        sessions = getattr(settings_of(workloads[name], name), name).sessions
+        needed = 2 * num_parameters + sessions * kv_bytes * slot_rows(DEFAULT_CONTEXT + DEFAULT_NODE_LIMIT)
+        limit = workloads[name].container["resources"]["limits"]["memory"]
+        assert int(limit.removesuffix("Gi")) * 2**30 > 1.25 * needed, "with a margin for the process itself"
     make = ["make", "--dry-run", "images", "BUILDER=buildah", "PIP_CONF=pip.conf"]
     commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     built = set(re.findall(r"-t (\S+)", commands))
