@@ -35,12 +35,19 @@ NOT_RUN = {
 """Commands that no test runs, each with the reason."""
 ANSWERING = ("specsplit orchestrate", "specsplit --help", "cat ", "specsplit doctor", "specsplit chat")
 IN_PLACE_OF = {
-    "./Qwen3-8B": "embedded",  # their weights are gigabytes on the hub
-    "./Qwen3-0.6B": "embedded",
+    # Their weights are gigabytes on the hub.
+    **dict.fromkeys(("./Qwen3-8B", "./Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"), "embedded"),
     "cuda": "cpu",
     "bf16": "fp32",
     "8": "2",
 }
+LISTENS = {
+    "big-host:7001": "0.0.0.0:7001",
+    "small-host:7002": "0.0.0.0:7002",
+    "127.0.0.1:7001": "127.0.0.1:7001",
+    "127.0.0.1:7002": "127.0.0.1:7002",
+}
+"""The addresses of README's workers, and where each of them listens."""
 RUN = [command for command in COMMANDS if command not in NOT_RUN]
 ANSWERED = [command for command in RUN if command.startswith(ANSWERING)]
 SERVED = [command for command in RUN if command.startswith("specsplit serve")]
@@ -53,14 +60,12 @@ def _arguments(command: str, places: dict[str, str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """README's target and draft; the addresses of theirs by those of README."""
-    folder = tmp_path_factory.mktemp("readme")
+    """README's targets and drafts; the addresses of theirs by those of README."""
     started: dict[str, WorkerProcess] = {}
-    for place in ("big-host:7001", "small-host:7002"):
-        port = place.partition(":")[2]
-        (command,) = [each for each in RUN if each.endswith(f"-l 0.0.0.0:{port}")]
+    for place, listen in LISTENS.items():
+        (command,) = [each for each in RUN if each.endswith(f"-l {listen}")]
         role, *arguments = _arguments(command, {})
-        started[place] = WorkerProcess(role, folder, *arguments[:-2])
+        started[place] = WorkerProcess(role, tmp_path_factory.mktemp("readme"), *arguments[:-2])
     try:
         yield {place: worker.address for place, worker in started.items()}
     finally:
@@ -73,7 +78,7 @@ def test_every_command_is_run_or_has_a_reason():
     asked = [command for command in RUN if command.startswith("curl ")]
     assert sorted([*ANSWERED, *SERVED, *workers, *asked]) == sorted(RUN)
     assert set(NOT_RUN) <= set(COMMANDS), "a reason for a command that README no longer has"
-    assert (len(workers), len(asked)) == (2, 1)
+    assert (len(workers), len(asked)) == (len(LISTENS), 1)
 
 
 @pytest.mark.parametrize("command", ANSWERED)
