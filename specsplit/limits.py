@@ -108,7 +108,12 @@ BODY_S = 30.0
 MAX_HEAD_BYTES = 32 << 10
 HEADERS_S = 10.0
 """A connection without a whole request head for so long is closed; one that was never used, too."""
-KEEP_ALIVE_S = 60
+KEEP_ALIVE_S = 75
+"""An idle connection that was used is closed after so long.
+
+Chosen: longer than proxies keep theirs (AWS's load balancers and nginx's upstreams: 60 s). If the server closed first,
+a proxy would now and then send a request on a connection that is being closed, and answer 502.
+"""
 SEND_S = 60.0
 """A client of HTTP that takes nothing of its answer for so long is cut off."""
 MAX_CHOICES = 128

@@ -106,8 +106,7 @@ class Verifier(Protocol):
         With `top_logprobs` the likeliest so many tokens at each position are answered, too.
 
         Raises:
-            InvalidRequest: nothing to score, an empty prompt, a token outside the vocabulary, or more than
-                MAX_TOP_LOGPROBS likeliest tokens.
+            InvalidRequest: nothing to score, no prompt, an unknown token, or more than MAX_TOP_LOGPROBS likeliest ones.
             ContextExceeded: the two do not fit the context.
             NoFreeSlot: every slot is in use.
         """
@@ -165,10 +164,11 @@ class Tokenizer(Protocol):
 
     @property
     def token_bytes(self) -> Callable[[int], bytes] | None:
-        """The bytes that one token adds to the text's UTF-8; None if they depend on its neighbours.
+        """The bytes that each token adds to the UTF-8 of `decode`'s text; None if they depend on its neighbours."""
+        ...
 
-        If it is there, `decode` gives the same text as decoding the joined bytes.
-        """
+    def fallback_byte(self, token_id: int) -> bytes:
+        """Return the one byte that a token stands for in a vocabulary with byte fallback; empty for other tokens."""
         ...
 
 

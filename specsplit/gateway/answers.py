@@ -165,6 +165,8 @@ class Answers:
     async def _opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
         """Return what an answer begins with, behind which its tokens come."""
         opening = await self.format.opening(index)
+        if opening is not None and opening[1]:
+            self.spend(0)  # its prompt was scored, whatever becomes of the answer
         start, before = len(opening[0]) if opening is not None else 0, self.requests[index].prompt_ids
         self.offsets[index] = TextOffsets(self.model.tokenizer, start, before=before)
         return opening

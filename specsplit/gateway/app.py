@@ -229,19 +229,27 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
     def answers(
         request: Request, model: ServedModel, body: Generation, requests: list[GenerationRequest], form: Format
     ) -> Answers:
-        """Return the answers to `requests`, which has `n` of each prompt in turn."""
+        """Return the answers to `requests`, which has `n` of each prompt in turn.
+
+        Raises:
+            InvalidRequest, ContextExceeded: one of them does not fit the model.
+        """
         prefix, request_id = "chatcmpl" if isinstance(body, ChatBody) else "cmpl", request.state.request_id
-        num_prompt_tokens = sum(len(each.prompt_ids) for each in requests[:: body.n or 1])
+        firsts, is_prompt_only = requests[:: body.n or 1], isinstance(body, CompletionBody) and body.max_tokens == 0
+        # Before any work: the target would refuse a wrong prompt when its neighbours have texts, or parts of them.
+        if not is_prompt_only or requests[0].logprobs is not None:
+            for first in firsts:
+                first.check_fits(model.identity, 0 if is_prompt_only else 1)
         return Answers(
             id=f"{prefix}-{request_id}",
             model=model,
             body=body,
             requests=[replace(each, request_id=request_id) for each in requests],
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=sum(len(first.prompt_ids) for first in firsts),
             format=form,
             metrics=gateway.metrics,
             detail=gateway.detail,
-            is_prompt_only=isinstance(body, CompletionBody) and body.max_tokens == 0,
+            is_prompt_only=is_prompt_only,
             answering=partial(gateway.quotas.answering, _quota_of(request)),
         )
 

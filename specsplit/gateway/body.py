@@ -58,9 +58,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    # The rest of the body is not read, so the connection is of no further use.
-    close = {"connection": "close"}
-    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large", headers=close)
+    # The server reads the rest and drops it. If it closed the connection instead, with bytes that nobody has read, the
+    # system would reset it, and many clients would see that in place of the answer.
+    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
 
 
 def strict_json(content: bytes) -> dict[str, Any]:

@@ -108,5 +108,6 @@ def _chat_entry(tokenizer: Tokenizer, token_id: int, log_prob: float) -> dict[st
 
 def _bytes_of(tokenizer: Tokenizer, token_id: int) -> bytes:
     """Return what a token adds to a text in UTF-8; for a special token, its name."""
-    data = tokenizer.token_bytes(token_id) if tokenizer.token_bytes is not None else b""
+    token_bytes = tokenizer.token_bytes or tokenizer.fallback_byte
+    data = token_bytes(token_id)
     return data or tokenizer.token_text(token_id).encode()

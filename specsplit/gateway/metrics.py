@@ -158,7 +158,7 @@ class Metrics:
         make = _Instruments(registry)
         self.waiting = make.gauge("num_requests_waiting", "Answers without a token yet.")
         self.running = make.gauge("num_requests_running", "Answers under way, with a token at least.")
-        self.prompt_tokens = make.counter("prompt_tokens", "Tokens of prompts.")
+        self.prompt_tokens = make.counter("prompt_tokens", "Tokens of prompts whose answers have begun.")
         self.generation_tokens = make.counter("generation_tokens", "Tokens generated.")
         self.ends = _EndMetrics(make)
         over_limit = PREFIX + "requests_over_limit"
@@ -183,8 +183,7 @@ class Metrics:
     @contextmanager
     def following(self, model: str, num_prompt_tokens: int) -> Generator[AnswerMetrics]:
         """Count one answer, for the length of the block."""
-        answer = AnswerMetrics(self, model)
-        self.prompt_tokens[model].inc(num_prompt_tokens)
+        answer = AnswerMetrics(self, model, num_prompt_tokens)
         self.waiting[model].inc()
         try:
             yield answer
@@ -198,8 +197,8 @@ class Metrics:
 class AnswerMetrics:
     """One answer, from its request to its end."""
 
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self.num_tokens = 0
+    def __init__(self, metrics: Metrics, model: str, num_prompt_tokens: int) -> None:
+        self.num_tokens, self._num_prompt_tokens = 0, num_prompt_tokens
         self.is_finished = self._is_degraded = False
         self._metrics, self._model = metrics, model
         self._began_s = self._last_s = time.perf_counter()
@@ -209,6 +208,8 @@ class AnswerMetrics:
         metrics, model, now_s = self._metrics, self._model, time.perf_counter()
         count = len(chunk.token_ids)
         if not self.num_tokens:
+            # Here, as in vLLM: the prompts of refused requests were not read.
+            metrics.prompt_tokens[model].inc(self._num_prompt_tokens)
             metrics.waiting[model].dec()
             metrics.running[model].inc()
             metrics.ttft[model].observe(now_s - self._began_s)

@@ -31,7 +31,7 @@ class ServedModel:
 
     name: str
     identity: Identity
-    """The target's, as it was at the start."""
+    """The target's, as it was when it last answered a ping."""
     tokenizer: Tokenizer
     verifier: Verifier
     orchestrator: Callable[[Mode | None], Orchestrator]
@@ -102,6 +102,8 @@ class ServedModel:
             else:
                 # Another model may serve there now, whose tokens this tokenizer does not know.
                 self.is_ready = identity.vocab_hash == self.identity.vocab_hash
+                if self.is_ready:
+                    self.identity = identity  # its context may be another one since a restart
 
 
 class ModelTable:

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 
-from specsplit.core.errors import NoFreeSlot, Overloaded
+from specsplit.core.errors import NoFreeSlot, Overloaded, UsageError, WorkerUnreachable
 from specsplit.engine.caller_limits import TokenRate
 
 RETRY_S = 1.0
 """When a caller should come back whose requests are all under way: nobody knows when one will end."""
 Spend = Callable[[int], None]
-"""Takes tokens of the caller as they are generated."""
+"""Takes tokens of the caller as they are generated; 0 says that a worker did something else, such as a score."""
 Answering = Callable[[int], AbstractContextManager[Spend]]
 """Counts a request of one caller, whose prompts have so many tokens, for the length of the block."""
 
@@ -46,20 +46,20 @@ class GatewayQuotas:
         if self._max_requests is not None and self._running[caller] >= self._max_requests:
             sentence = f"This key has {self._max_requests} requests under way, as many as one may have"
             raise self._refusal("requests", sentence, RETRY_S)
-        num_spent = 0
+        has_spent = False
 
         def spend(count: int) -> None:
-            nonlocal num_spent
-            num_spent += count
+            nonlocal has_spent
+            has_spent = True
             self._rate.take(caller, count)
 
         self._rate.take(caller, num_tokens)
         self._running[caller] += 1
         try:
             yield spend
-        except NoFreeSlot:
-            # Sent away by a worker before the first token: a request that comes again pays for its prompt once.
-            if not num_spent:
+        except (UsageError, NoFreeSlot, WorkerUnreachable):
+            # Sent away before a worker did anything: a request that comes again pays for its prompt once.
+            if not has_spent:
                 self._rate.take(caller, -num_tokens)
             raise
         finally:

@@ -70,11 +70,16 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_idle and self._waiting is None:
             self._wait_for_head()
+        # If the answer came before the whole body, the rest of the body is read and dropped, for HEADERS_S at most.
+        drains = self._is_idle and self.conn.their_state is h11.SEND_BODY
         super().data_received(data)
         if not self._is_idle:
             self._stop_waiting()
             if self._is_last:
                 super().shutdown()
+        elif drains and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self._stop_waiting()
+            self._keep_alive()
 
     def shutdown(self) -> None:
         """End with the answer that is under way; a connection that was opened a moment ago has yet to ask."""
@@ -104,6 +109,10 @@ class LimitedProtocol(H11Protocol):
         """Whether no request is being answered."""
         cycle: Any = self.cycle
         return cycle is None or cycle.response_complete
+
+    def _keep_alive(self) -> None:
+        """Wait for another request, as behind every answer."""
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _wait_for_head(self) -> None:
         self._waiting = self.loop.call_later(HEADERS_S, self._close)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from specsplit.model.template_variables import PARAM, refuse_unread
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 1 << 62
+_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _RENDERER = LimitedProcess()
 """Renders the chats of all tokenizers of this process, and starts with the first of them."""
 
@@ -186,6 +188,13 @@ class TransformersTokenizer:
     def token_bytes(self) -> Callable[[int], bytes] | None:
         """Each token's bytes in the text, for a byte-level vocabulary; None for others."""
         return None if self._token_bytes is None else self._token_bytes.__getitem__
+
+    def fallback_byte(self, token_id: int) -> bytes:
+        """Return the byte of a token such as <0xE2>, as the vocabularies of Llama 2, Mistral and Gemma have them."""
+        name = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        byte = _FALLBACK_BYTE.fullmatch(name)
+        # Where the decoder shows the name itself, it is a text like any other.
+        return bytes.fromhex(byte[1]) if byte is not None and self.token_text(token_id) != name else b""
 
 
 def _template_source(tokenizer: PreTrainedTokenizerBase) -> str:

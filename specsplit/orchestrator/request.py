@@ -81,15 +81,15 @@ class Request:
         if "" in self.stop:
             raise InvalidRequest("A stop string is empty; leave it out or give it some text.", param="stop")
 
-    def check_fits(self, target: Identity) -> None:
+    def check_fits(self, target: Identity, num_new: int = 1) -> None:
         """Check the request against the target that is to serve it.
 
         Raises:
-            ContextExceeded: the prompt leaves no room for a single token.
+            ContextExceeded: the prompt leaves no room for `num_new` tokens.
             InvalidRequest: a token id lies outside the vocabulary.
         """
         vocab_size = target.vocab_size
-        if len(self.prompt_ids) >= target.context:
+        if len(self.prompt_ids) + num_new > target.context:
             raise context_exceeded(len(self.prompt_ids), target)
         if not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) < vocab_size:
             raise InvalidRequest(f"The prompt has a token id outside the vocabulary of {vocab_size}.", param="prompt")

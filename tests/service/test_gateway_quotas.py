@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import httpx2 as httpx
 import pytest
 
@@ -44,6 +46,12 @@ class Served:
         headers = {"authorization": f"Bearer {self._keys[name]}"}
         async with httpx.AsyncClient(base_url=self._url, timeout=60, headers=headers) as client:
             return await client.post("/v1/completions", json={**BODY, **changes})
+
+    @asynccontextmanager
+    async def lmtp(self, name: str) -> AsyncGenerator[aiohttp.ClientWebSocketResponse]:
+        headers = {"authorization": f"Bearer {self._keys[name]}"}
+        async with aiohttp.ClientSession() as http, http.ws_connect(f"{self._url}/lmtp", headers=headers) as socket:
+            yield socket
 
     def metric(self, name: str, **labels: str) -> float:
         return value(samples_of(self._metrics.page().decode()), f"specsplit:{name}", **labels)
@@ -109,6 +117,17 @@ async def test_a_key_that_used_up_its_tokens_is_told_when_it_has_some(monkeypatc
         check_refusal(refused, "tokens")
         assert (await gateway.ask("bob", echo=True, max_tokens=0)).status_code == 200
         assert gateway.metric("requests_over_limit_total", limit="tokens") == 1
+
+
+async def test_a_stream_of_lmtp_that_is_refused_costs_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caller_limits, "BURST_S", 1.0)
+    async with served(tokens_per_s=5.0) as gateway, gateway.lmtp("alice") as socket:
+        for command in ("GENERATE", "SCORE", "GENERATE"):
+            too_long = {"stream_id": 1, "prompt": [1] * 1000, "scored": [1]}
+            await socket.send_str(f"{command} {json.dumps(too_long)}")
+            assert "context" in (await socket.receive_str())
+        assert (await gateway.ask("alice")).status_code == 200
+        check_refusal(await gateway.ask("alice"), "tokens")
 
 
 async def test_what_a_worker_refuses_a_key_is_told_alike() -> None:

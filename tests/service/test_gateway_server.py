@@ -22,6 +22,7 @@ from specsplit.core.progress import Progress, current_listener
 from specsplit.gateway import server, sse
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.gateway.sse import EventStream
+from specsplit.limits import KEEP_ALIVE_S
 from tests.support.rpc_servers import wait_until
 
 WHOLE = b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -232,6 +233,11 @@ async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(monkeypatc
         await asyncio.sleep(0.1)
         app.go_on.set()
         assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
+
+
+def test_an_idle_connection_outlives_the_proxys_side_of_it() -> None:
+    proxies_s = {"AWS's load balancers": 60, "nginx's upstreams": 60}
+    assert all(idle_s < KEEP_ALIVE_S for idle_s in proxies_s.values())
 
 
 async def test_idle_connections_keep_nobody_out() -> None:

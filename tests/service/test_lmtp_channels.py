@@ -227,6 +227,40 @@ async def test_messages_are_logged_and_prompts_only_on_request(
     assert ("secret" in text, "hidden" in text, f"{ord('h')}," in text) == (shows_prompts,) * 3
 
 
+@pytest.mark.parametrize("channel", CHANNELS)
+async def test_a_field_that_is_not_known_is_logged_as_its_size(channel: ChannelName, tmp_path: Path) -> None:
+    path = tmp_path / "messages"
+    with message_log(str(path), shows_prompts=False) as log:
+        async with connected(channel, FakeTarget(), log) as client:
+            wrong = {"promt": "secret", "scored": "hidden", "messages": [{"content": "secret"}], "secret" * 20: 1}
+            await client.answer("GENERATE", prompt="a", max_tokens=1, temperature=0, seed=5, **wrong)
+            await client.send('MODEL_INFO {"stream_id": 2, "prompt": "secret", "data": {"text": "secret"}}')
+            await wait_until(lambda: bool(client.others("MSG")))
+    asked = [
+        json.loads(line.split(" > ", 1)[1].partition(" ")[2]) for line in path.read_text().splitlines() if ">" in line
+    ]
+    assert asked[0] == {
+        "stream_id": 1,
+        "prompt": "1 characters",
+        "max_tokens": 1,
+        "temperature": 0,
+        "seed": 5,
+        "promt": "8 characters of JSON",
+        "scored": "6 characters",
+        "messages": "23 characters of JSON",
+        ("secret" * 20)[:40]: "1 characters of JSON",
+    }
+    assert asked[1] == {"stream_id": 2, "prompt": "6 characters", "data": "18 characters of JSON"}
+
+
+async def test_a_command_that_is_not_known_is_refused_by_its_stream(client: Client) -> None:
+    for payload in ('{"stream_id": 7}', '{"stream_id": "7"}', "[7]", "{"):
+        await client.send(f"EMBED {payload}")
+    await wait_until(lambda: len(client.others("MSG")) == 4)
+    refused = {"error": "There is no message 'EMBED'; there are GENERATE, SCORE, MODEL_INFO."}
+    assert client.others("MSG") == [{"stream_id": 7, **refused}, refused, refused, refused]
+
+
 async def test_any_frame_is_answered_and_a_stream_beside_it_unharmed(client: Client) -> None:
     rng = random.Random(7)
     for number in range(NUM_FUZZED):

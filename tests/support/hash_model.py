@@ -271,6 +271,9 @@ class LetterTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("A") + token_id) for token_id in token_ids)
 
+    def fallback_byte(self, token_id: int) -> bytes:
+        return b""
+
     token_bytes = None
 
 

@@ -54,6 +54,9 @@ class FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return TOKENS[token_id]
 
+    def fallback_byte(self, token_id: int) -> bytes:
+        return b""
+
 
 class WindowedTokenizer(FakeTokenizer):
     """The same, whose tokens' bytes nobody can say: text comes of decoding windows."""

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, ResourceError
+from specsplit.core.errors import (
+    ContextExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ResourceError,
+    SpecSplitError,
+    WorkerUnreachable,
+)
 from specsplit.gateway.chat import conversation_ids
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
 from specsplit.gateway.deadline import Deadline
@@ -20,6 +28,7 @@ from specsplit.gateway.schemas import ChatBody, CompletionBody
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTarget, FakeTokenizer
+from tests.support.virtual_time import run_virtual
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}]}
 
@@ -113,15 +122,37 @@ async def test_all_that_is_done_for_a_request_has_one_deadline() -> None:
                 await work
 
 
-def test_a_request_that_a_worker_sends_away_costs_no_tokens() -> None:
+SENT_AWAY = [Overloaded("full", 1.0), ContextExceeded("long"), InvalidRequest("wrong"), WorkerUnreachable("away")]
+
+
+@pytest.mark.parametrize("error", SENT_AWAY, ids=lambda error: type(error).__name__)
+def test_a_request_that_is_sent_away_costs_no_tokens(error: SpecSplitError) -> None:
     quotas = GatewayQuotas(tokens_per_s=1.0)
-    for _ in range(10):
-        with pytest.raises(Overloaded, match="the queue is full"), quotas.answering("alice", 50):
-            raise Overloaded("the queue is full", 1.0)
-    with quotas.answering("alice", 50) as spend:
-        spend(1)
+
+    def ask(*, is_scored: bool) -> None:
+        with quotas.answering("alice", 50) as spend:
+            if is_scored:
+                spend(0)
+            raise error
+
+    for is_scored in (*[False] * 10, True):
+        with pytest.raises(type(error)):
+            ask(is_scored=is_scored)
     with pytest.raises(Overloaded, match="tokens per second"), quotas.answering("alice", 50):
         pass
+
+
+def test_the_context_is_that_of_the_last_ping() -> None:
+    async def main() -> int:
+        model = await served(FakeTokenizer())
+        assert isinstance(model.verifier, FakeTarget)
+        model.verifier.context = 77  # restarted with another one
+        watching = asyncio.create_task(model.watch())
+        await asyncio.sleep(5)
+        watching.cancel()
+        return model.identity.context
+
+    assert run_virtual(main) == 77
 
 
 @pytest.mark.parametrize("seed", [None, 5, -1])

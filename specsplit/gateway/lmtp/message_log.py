@@ -18,10 +18,12 @@ from typing import Any, TextIO, cast
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.paths import expanded
-from specsplit.gateway.lmtp.messages import Item
+from specsplit.gateway.lmtp.messages import COMMANDS, Item
 
 _MAX_WAITING = 10_000
 """Lines that wait for a slow disk; what comes beyond them is counted only."""
+_LONGEST_NAME = 40
+"""Characters that are shown of a field's name."""
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +48,7 @@ class MessageLog:
             self._put(client, ">", json.dumps(shown))
         else:
             kind, fields = request
-            self._put(client, ">", f"{kind} {_json(fields if self._shows_prompts else _masked(fields))}")
+            self._put(client, ">", f"{kind} {_json(fields if self._shows_prompts else _masked(kind, fields))}")
 
     def sent(self, client: str, kind: str, items: Sequence[Item]) -> None:
         """Log the items of a frame to a client."""
@@ -115,9 +117,21 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=True)
 
 
-def _masked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request without the contents of its prompt."""
-    return {name: _size(value) if name in ("prompt", "scored") else value for name, value in fields.items()}
+def _masked(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request without the contents of its prompt, which may be in a field that we do not know.
+
+    A name that we do not know is cut, since a client might put anything there.
+    """
+    known = COMMANDS[kind].model_fields
+    masked: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in ("prompt", "scored"):
+            masked[name] = _size(value)
+        elif name in known:
+            masked[name] = value
+        else:
+            masked[name[:_LONGEST_NAME]] = f"{len(_json(value))} characters of JSON"
+    return masked
 
 
 def _size(value: object) -> str:

@@ -120,23 +120,47 @@ class ModelInfo(Stream):
 COMMANDS: Mapping[str, type[Stream]] = {"GENERATE": Generate, "SCORE": Score, "MODEL_INFO": ModelInfo}
 
 
+class UnknownCommand(InvalidRequest):
+    """A frame of another type than ours; `stream_id` is the whole number in its object, None if there is none."""
+
+    def __init__(self, command: str, stream_id: int | None) -> None:
+        super().__init__(f"There is no message {command[:40]!r}; there are {', '.join(COMMANDS)}.")
+        self.stream_id = stream_id
+
+
 def split_frame(frame: str) -> tuple[str, dict[str, Any]]:
     """Return a frame's type and its object.
 
     Raises:
+        UnknownCommand: there is no such type.
         InvalidRequest: it is no frame of LMTP.
     """
     command, _, payload = frame.partition(" ")
+    try:
+        fields = _object_of(command, payload)
+    except InvalidRequest:
+        if command in COMMANDS:
+            raise
+        fields = {}
     if command not in COMMANDS:
-        shown = command[:40]
-        raise InvalidRequest(f"There is no message {shown!r}; there are {', '.join(COMMANDS)}.")
+        raise UnknownCommand(command, stream_id_of(fields))
+    return command, fields
+
+
+def _object_of(command: str, payload: str) -> dict[str, Any]:
     try:
         fields = json.loads(payload)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"What follows {command} is no JSON.") from error
     if not isinstance(fields, dict):
         raise InvalidRequest(f"What follows {command} is no JSON object.")
-    return command, fields  # pyright: ignore[reportUnknownVariableType]
+    return fields  # pyright: ignore[reportUnknownVariableType]
+
+
+def stream_id_of(fields: Mapping[str, Any]) -> int | None:
+    """Return the number of the stream that an object names; None if it names none."""
+    stream_id = fields.get("stream_id")
+    return stream_id if type(stream_id) is int else None
 
 
 def parse(command: str, fields: Mapping[str, Any]) -> Stream:
@@ -167,9 +191,10 @@ def top_logprobs(token: int, found: TokenLogProb) -> dict[str, float]:
     return {str(token): found.log_prob} | {str(each): value for each, value in found.top}
 
 
-def error_item(stream_id: int, message: str) -> Item:
-    """Return what ends a stream that failed; a message that quotes a long request is cut."""
-    return {"stream_id": stream_id, "error": message[:_LONGEST_MESSAGE]}
+def error_item(stream_id: int | None, message: str) -> Item:
+    """Return what ends a stream that failed, or refuses a frame; a message that quotes a long request is cut."""
+    number = {} if stream_id is None else {"stream_id": stream_id}
+    return {**number, "error": message[:_LONGEST_MESSAGE]}
 
 
 def is_last(item: Item) -> bool:

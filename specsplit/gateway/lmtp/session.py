@@ -14,7 +14,7 @@ from specsplit.core.progress import Progress, listening
 from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.lmtp import messages, streams
 from specsplit.gateway.lmtp.message_log import MessageLog
-from specsplit.gateway.lmtp.messages import Generate, Item, Score, Stream
+from specsplit.gateway.lmtp.messages import Generate, Item, Score, Stream, UnknownCommand
 from specsplit.gateway.lmtp.news import StreamNews
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
@@ -69,7 +69,7 @@ class LmtpSession:
             # On a thread: a megabyte takes a tenth of a second, in which every other answer would stand still.
             command, stream_id, asked = self._read(frame) if is_small else await asyncio.to_thread(self._read, frame)
         except InvalidRequest as error:
-            await self.refuse(str(error))
+            await self.refuse(str(error), error.stream_id if isinstance(error, UnknownCommand) else None)
             return
         if command == "MODEL_INFO":
             await self._describe(stream_id, asked)
@@ -101,17 +101,17 @@ class LmtpSession:
             raise
         if log is not None:
             log.received(self._name, frame, (command, fields))
-        stream_id = fields.get("stream_id")
-        if type(stream_id) is not int:
+        stream_id = messages.stream_id_of(fields)
+        if stream_id is None:
             raise InvalidRequest(f"{command} needs a whole number as stream_id.")
         try:
             return command, stream_id, messages.parse(command, fields)
         except InvalidRequest as error:
             return command, stream_id, error
 
-    async def refuse(self, sentence: str) -> None:
-        """Answer what is no request of any stream."""
-        await self._answer("MSG", {"error": sentence})
+    async def refuse(self, sentence: str, stream_id: int | None = None) -> None:
+        """Answer what is no request of any stream, though it may name one."""
+        await self._answer("MSG", messages.error_item(stream_id, sentence))
 
     async def wait(self) -> None:
         """Wait until all streams have ended."""
