@@ -70,6 +70,11 @@ class Company:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody is away."""
+        return all(away.left_s is None for away in self._sessions.values())
+
     def came(self, session: str, at_s: float) -> None:
         """Count that a session's next round is here."""
         known = self._sessions.get(session)

@@ -73,7 +73,7 @@ class StepBudget:
         """Return the seconds for which it pays to wait for others before a step of these; 0 before times are known."""
         times, session_s = self.prompts.times, self.prompts.cost.session_s
         num_ready = len(running) + len(arrived)
-        if times is None or not num_ready:
+        if times is None or not num_ready or self._company.is_complete:
             return 0.0
         num_rows = len(arrived) + sum(map(self._least_rows, running))
 

@@ -272,6 +272,8 @@ class ServedRounds:
                     raise InvalidRequest("A stream of rounds takes requests, each with a new id, and withdraws them.")
             # From here the task of the round holds the request; this frame would keep it until the next message.
             del data, call
+            # The round begins before the next message is asked for, which takes as long as to hand work to the device.
+            await asyncio.sleep(0)
             # Beyond MAX_ROUNDS tasks only write refusals; a client that reads none of them is not read either.
             if len(self._tasks) >= 2 * MAX_ROUNDS:
                 await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -90,6 +90,15 @@ CORRECTION_STEP = 0.25
 """Share of an error that one observation corrects, once a point is known. Chosen: it follows within a dozen rounds."""
 CORRECTION_HALVING = 3.0
 """Doublings of the number of rows that halve what of a correction is believed. Chosen: most causes are common."""
+STALE = 32
+"""Observations of other points after which a point was not seen for long. Chosen: four decisions."""
+MOST_APART = 0.22
+"""Logarithm of the factor by which such a point is believed slower than the one that is seen, an octave from it.
+
+Measured in virtual time: with a quarter an octave most of what a disturbance took is back, with a half 0.05 is not.
+"""
+STALE_FORGIVENESS = 0.02
+"""Share of what it is believed slower that each observation of another point takes back. Chosen: half of it in 35."""
 MAX_PENDING = 32
 """Observations that a curve puts off at most before it takes them in. Chosen: bounds the work of the next reader."""
 MEDIAN_WINDOW = 9
@@ -134,6 +143,13 @@ RATE_STEP = 0.04
 """Weight of one round against those before it. Chosen: a change of text shows within some dozens."""
 FORGIVENESS = 0.01
 """Share of a mode's correction that each decision for another mode takes back. Chosen: it is retried after hundreds."""
+USUAL_STEP = 0.005
+"""Weight of one round in a mode's usual correction. Chosen: eight times the memory of the present one."""
+RECOVERY = 0.1
+"""Share of what a mode lacks of its usual correction that each decision for another mode takes back.
+
+Chosen: what a disturbance drove out is tried again within a hundred rounds.
+"""
 TRIAL_DECISIONS = 32
 """Decisions within which a mode that is left again was tried in vain. Chosen: some hundred rounds have not paid."""
 MAX_HALVINGS = 4

@@ -22,8 +22,10 @@ from specsplit.speculation.constants import (
     MIN_RATE_FACTOR,
     PROBE_SHARE,
     RATE_STEP,
+    RECOVERY,
     REST_YIELD_STEP,
     TRIAL_DECISIONS,
+    USUAL_STEP,
 )
 from specsplit.speculation.cost_model import CONCURRENT, PLAIN, RatedMode
 
@@ -39,6 +41,8 @@ class RateCorrection:
         """Trials in a row in which the mode did not pay: each halves what is forgiven."""
         self._initial = initial
         self._predicted_s = self._taken_s = 0.0
+        self._usual = initial
+        """The factor over the last few hundred rounds: a disturbance that drove the mode out hardly shows in it."""
 
     def observe(self, predicted_s: float, taken_s: float) -> None:
         """Count a round; both times are positive."""
@@ -47,11 +51,15 @@ class RateCorrection:
             self._predicted_s, self._taken_s = predicted_s, predicted_s / self._initial
         self._predicted_s += RATE_STEP * (predicted_s - self._predicted_s)
         self._taken_s += RATE_STEP * (min(taken_s, MAX_STALL * predicted_s) - self._taken_s)
+        self._usual += USUAL_STEP * (self.factor - self._usual)
 
     def forgive(self, factor: float) -> None:
-        """Move a little back towards this factor."""
-        share = FORGIVENESS / 2 ** min(self.num_failed, MAX_HALVINGS)
-        self._taken_s += share * (self._predicted_s / factor - self._taken_s)
+        """Move a little back towards this factor, and quicker as far as the mode was as good for long."""
+        halvings = 2 ** min(self.num_failed, MAX_HALVINGS)
+        self._taken_s += FORGIVENESS / halvings * (self._predicted_s / factor - self._taken_s)
+        usual_s = self._predicted_s / min(self._usual, factor)
+        if usual_s < self._taken_s:
+            self._taken_s += RECOVERY / halvings * (usual_s - self._taken_s)
 
     def forget_gains(self) -> None:
         """Take the model's own prediction where rounds were quicker."""

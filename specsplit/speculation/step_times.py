@@ -20,11 +20,14 @@ from specsplit.speculation.constants import (
     MAX_PENDING,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
+    MOST_APART,
     PLAIN_FORGIVENESS,
     RATIO_WINDOW,
     ROW_COST,
     ROW_GRID,
     SLOW_START,
+    STALE,
+    STALE_FORGIVENESS,
 )
 
 _Number = TypeVar("_Number", int, float)
@@ -62,6 +65,7 @@ class StepTimes:
     and a plain forward believed slow is never run, so that nobody would see the mistake. If they have slowed it,
     forwards of other sizes lead it slowly back to what was measured at the start, so that it is tried again. If the
     first forwards of all are quicker than was measured, as after a start beside other work, the whole curve is at once.
+    A point that was not seen for long is believed about as slow as those that are, since what slowed it may be over.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -79,13 +83,11 @@ class StepTimes:
         self._weights = [
             [0.5 ** (abs(math.log2(other / rows)) / CORRECTION_HALVING) for other in self._rows] for rows in self._rows
         ]
-        self._corrections = [0.0] * len(self._rows)
-        """Logarithms of the factors on the measured times."""
-        self._ratios: list[deque[float]] = [deque(maxlen=RATIO_WINDOW) for _ in self._rows]
-        self._num_observed = [0] * len(self._rows)
+        self._points = [_Point() for _ in self._rows]
+        self._num_counted = 0
         self._first: list[float] = []
         """The first ratios, whatever their rows."""
-        self._pending: list[tuple[float, float]] = []
+        self._pending: list[tuple[float, float, bool]] = []
         """Rows and seconds that the curve does not know yet: each round observes, but not each round reads."""
 
     @classmethod
@@ -113,7 +115,7 @@ class StepTimes:
         """Whether rounds have shown that the start measured something else than these forwards."""
         if self._pending:
             self._catch_up()
-        return min(self._corrections) < math.log(SLOW_START)
+        return min([point.correction for point in self._points]) < math.log(SLOW_START)
 
     @property
     def grid(self) -> dict[int, float]:
@@ -169,33 +171,38 @@ class StepTimes:
                 count, best = node, net
         return count
 
-    def observe(self, rows: float, seconds: float) -> None:
+    def observe(self, rows: float, seconds: float, *, is_rare: bool = False) -> None:
         """Correct the curve by a forward that took `seconds`; without rows or a positive time it is no observation.
 
         Nor is one far beyond the grid, such as a step with a prompt: what the slope says there is no measurement.
+        What was seen before a forward that `is_rare` is long ago.
         """
         if rows <= 0 or not self.covers(rows) or not 0 < seconds < math.inf:
             return
-        self._pending.append((rows, seconds))
+        self._pending.append((rows, seconds, is_rare))
         if len(self._pending) == MAX_PENDING:
             self._catch_up()
 
     def _catch_up(self) -> None:
         # Ratios to the first measurement, not to the present curve, so that the order of observations hardly matters.
         pending, self._pending = self._pending, []
-        for rows, seconds in pending:
+        for rows, seconds, is_rare in pending:
             nearest = bisect_left(self._middles, rows)
-            ratios = self._ratios[nearest]
             (measured,) = _interpolate(self._rows, self._measured, (rows,))
-            ratios.append(math.log(seconds / measured))
-            self._observe_first(ratios[-1])
-            count = self._num_observed[nearest] = self._num_observed[nearest] + 1
-            if count >= MIN_OBSERVED:
-                median = sorted(ratios)[(len(ratios) - 1) // 2]
-                self._correct(nearest, median - self._corrections[nearest])
+            point, ratio = self._points[nearest], math.log(seconds / measured)
+            if is_rare or self._is_stale(point):
+                point.begin_anew(ratio)
+            self._num_counted = point.observed_at = self._num_counted + 1
+            point.ratios.append(ratio)
+            point.num_observed += 1
+            self._observe_first(ratio)
+            if point.num_observed >= MIN_OBSERVED:
+                median = sorted(point.ratios)[(len(point.ratios) - 1) // 2]
+                self._correct(nearest, median - point.correction)
         # A size that was never seen gives way to those that were.
-        weights = [1 + min(count, RATIO_WINDOW) for count in self._num_observed]
-        self._seconds = _non_decreasing(list(map(mul, self._measured, map(math.exp, self._corrections))), weights)
+        weights = [1 + min(point.num_observed, RATIO_WINDOW) for point in self._points]
+        factors = [math.exp(point.correction) for point in self._points]
+        self._seconds = _non_decreasing(list(map(mul, self._measured, factors)), weights)
         self._curve = []
 
     def _observe_first(self, ratio: float) -> None:
@@ -203,17 +210,59 @@ class StepTimes:
         if len(self._first) < MIN_OBSERVED:
             self._first.append(ratio)
             if len(self._first) == MIN_OBSERVED:
-                self._corrections = [min(0.0, sorted(self._first)[MIN_OBSERVED // 2])] * len(self._rows)
+                for point in self._points:
+                    point.correction = min(0.0, sorted(self._first)[MIN_OBSERVED // 2])
+
+    def _is_stale(self, point: _Point) -> bool:
+        """Return whether a point was not seen for so long that the machine may be another by now."""
+        return self._num_counted - point.observed_at > STALE
 
     def _correct(self, nearest: int, error: float) -> None:
+        seen, plain = self._points[nearest], self._points[0]
         # The first correction of a point is the whole error, the next half of it, and so on down to CORRECTION_STEP.
-        step = max(CORRECTION_STEP, 1 / (self._num_observed[nearest] - MIN_OBSERVED + 1))
-        for point, weight in enumerate(self._weights[nearest]):
-            is_new = point == nearest or self._num_observed[point] < MIN_OBSERVED
-            if point or not nearest:
-                self._corrections[point] += (step if is_new else CORRECTION_STEP) * weight * error
-        if nearest and self._corrections[0] > 0:
-            self._corrections[0] *= PLAIN_FORGIVENESS
+        step = max(CORRECTION_STEP, 1 / (seen.num_observed - MIN_OBSERVED + 1))
+        # What the point was forgiven in vain is no news of the others.
+        own = min(max(error, 0.0), seen.forgiven / step)
+        seen.forgiven -= step * own
+        seen.correction += step * error
+        for point, weight in zip(self._points, self._weights[nearest], strict=True):
+            if point is not seen and point is not plain:
+                is_new = point.num_observed < MIN_OBSERVED
+                point.correction += (step if is_new else CORRECTION_STEP) * weight * (error - own)
+            if self._is_stale(point):
+                least = max(seen.correction, 0.0) if point is plain else seen.correction
+                point.forgive(least, MOST_APART / weight)
+        if seen is not plain and plain.correction > 0:
+            plain.correction *= PLAIN_FORGIVENESS
+
+
+class _Point:
+    """The observations at one point of the grid; corrections are logarithms of factors on the measured times."""
+
+    __slots__ = ("correction", "forgiven", "num_observed", "observed_at", "ratios")
+
+    def __init__(self) -> None:
+        self.correction = 0.0
+        self.ratios: deque[float] = deque(maxlen=RATIO_WINDOW)
+        self.num_observed = 0
+        self.observed_at = 0
+        """The number of its last observation, counted over all points."""
+        self.forgiven = 0.0
+        """The part of the correction that was taken back without an observation."""
+
+    def begin_anew(self, ratio: float) -> None:
+        """Believe at once what shows it to be quicker than it was long ago: nothing makes a forward quicker."""
+        if ratio < self.correction:
+            self.correction, self.num_observed = ratio, 0
+            self.ratios.clear()
+
+    def forgive(self, seen: float, most_apart: float) -> None:
+        """Believe it about as slow as a point that is seen: what had slowed both may be over."""
+        if seen < self.correction:
+            most = min(self.correction, seen + most_apart)
+            believed = most + STALE_FORGIVENESS * (seen - most)
+            self.forgiven += self.correction - believed
+            self.correction = believed
 
 
 def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable[float]) -> list[float]:

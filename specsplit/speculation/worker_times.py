@@ -15,6 +15,7 @@ from specsplit.speculation.constants import (
     MIN_OBSERVED,
     ROW_COST,
     ROW_GRID,
+    STALE,
     STEPS_AWAY_SLACK,
 )
 from specsplit.speculation.step_times import RunningMedian, StepTimes
@@ -41,7 +42,7 @@ class DraftTimes:
     def observe(self, num_levels: int, rows: float, device_s: float, wall_s: float | None) -> None:
         """Count a propose: `device_s` in its levels' forwards, `wall_s` as its caller saw it, None if nobody did."""
         if num_levels > 0:
-            self.level.observe(rows, device_s / num_levels)
+            self.level.observe(rows, device_s / num_levels, is_rare=wall_s is None)
             if wall_s is not None:
                 self._least_call_s = min(self._least_call_s, max(wall_s - device_s, 0.0))
                 self._call.observe(max(wall_s - device_s, 0.0))
@@ -94,12 +95,26 @@ class StepSessions:
 class BesideTimes:
     """Seconds beside the forwards, of one session alone or of several that share its steps."""
 
-    __slots__ = ("_behind_tree", "_has_plain_gap", "_overhead", "_round_trip", "_session", "_tree", "_tree_gap")
+    __slots__ = (
+        "_behind_tree",
+        "_has_plain_gap",
+        "_least_tree_s",
+        "_num_plain",
+        "_overhead",
+        "_round_trip",
+        "_session",
+        "_tree",
+        "_tree_gap",
+    )
 
     def __init__(self, round_trip_s: float = 0.0, overhead_s: float = 0.0) -> None:
         self._round_trip, self._overhead = RunningMedian(round_trip_s), RunningMedian(overhead_s)
         self._has_plain_gap, self._tree_gap = False, RunningMedian(math.inf)
         self._tree, self._behind_tree, self._session = RunningMedian(0.0), RunningMedian(0.0), RunningMedian(0.0)
+        self._least_tree_s = math.inf
+        """The least median of what having nodes costs a round."""
+        self._num_plain = 0
+        """Plain rounds since the last one with nodes."""
 
     def for_several(self) -> BesideTimes:
         """Return what rounds of several sessions begin with."""
@@ -154,9 +169,15 @@ class BesideTimes:
             self._round_trip.observe(max(way_s, 0.0))
             self._overhead.observe(overhead_s)
             self._tree_gap = RunningMedian(math.inf)
+            self._num_plain += 1
+            if self._num_plain == STALE and self._least_tree_s < self._tree.value:
+                # What made nodes dear may be over: they are tried again.
+                self._tree, self._behind_tree = RunningMedian(self._least_tree_s), RunningMedian(0.0)
         elif course == "tree":
+            self._num_plain = 0
             self._tree_gap.observe(max(way_s, 0.0) + overhead_s)
             self._tree.observe(way_s + overhead_s - self.gap_s)
+            self._least_tree_s = min(self._least_tree_s, self._tree.value)
         else:
             self._behind_tree.observe(way_s + overhead_s - self.gap_s)
 

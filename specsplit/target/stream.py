@@ -41,6 +41,8 @@ class TargetLimits:
     """Seconds of a forward by rows, as measured at the start."""
     is_wanted: Callable[[], bool] = lambda: False
     """Whether somebody waits for a slot."""
+    is_device_apart: bool = False
+    """Whether the event loop is free while a forward runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,21 @@ class _Client:
 class _Outbox:
     """Commits on their way to the client."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_device_apart: bool) -> None:
+        self.is_device_apart = is_device_apart
         self.commits: deque[Verdict] = deque()
         self.has_news = asyncio.Event()
         """Set by a commit and by the stream's end."""
+
+    def add(self, commit: Verdict) -> None:
+        self.commits.append(commit)
+        if not self.is_device_apart:
+            self.has_news.set()
+
+    def send_beside(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let what was added be sent once the next step has begun: to write takes as long as to begin a step."""
+        if self.is_device_apart:
+            loop.call_soon(self.has_news.set)
 
 
 class TargetStream:
@@ -108,7 +121,7 @@ class TargetStream:
         self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES)
         self._scheduler = StreamScheduler(target.step_times, self._bounds.max_nodes)
         self._next_node = 1
-        self._client, self._outbox = _Client(), _Outbox()
+        self._client, self._outbox = _Client(), _Outbox(is_device_apart=target.is_device_apart)
         self._is_closed = False
         self._task = self._loop.create_task(self._run(turn), name="specsplit-verify-stream")
         self._task.add_done_callback(lambda _: self._outbox.has_news.set())
@@ -160,6 +173,7 @@ class TargetStream:
         committed_s, is_first = self._loop.time(), True
         while True:
             proposal, numbers = self._next_tree()
+            self._outbox.send_beside(self._loop)
             # Messages that arrive meanwhile go into the tree, and are walked along the commit where they are late.
             verdict = await self._verify(turn, proposal)
             now_s = self._loop.time()
@@ -200,8 +214,7 @@ class TargetStream:
             self._scheduler.miss(self._tree.root_position, self._loop.time())
         accepted = tuple(numbers[number - first] for number in verdict.accepted)
         verified = tuple(numbers[number - first] for number in verdict.verified)
-        self._outbox.commits.append(replace(verdict, accepted=accepted, verified=verified))
-        self._outbox.has_news.set()
+        self._outbox.add(replace(verdict, accepted=accepted, verified=verified))
 
     def _is_finished(self, verdict: Verdict) -> bool:
         bounds = self._bounds
@@ -235,6 +248,7 @@ class TargetStream:
                         self._scheduler.observe_vain_wait()
                     client.patience_s = min(SILENCE_S, client.patience_s + _EARNED_S)
                     return
+            self._outbox.has_news.set()
             client.has_spoken.clear()
             is_vain = not was_blocked
             with contextlib.suppress(TimeoutError):

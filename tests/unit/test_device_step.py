@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specsplit.core.tree import path_to
 from specsplit.core.types import SamplingParams
 from specsplit.model.attention.device_step import MOST_TREE_ROWS, DeviceStep, fits, window_of
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.row_search import search_of
-from specsplit.sampling.tree_attention import ancestor_mask, positions
+from specsplit.sampling.tree_attention import positions
 
 CPU = torch.device("cpu")
 
@@ -39,14 +40,9 @@ def rows_wanted(sequence: SequenceInput, window: int) -> list[set[int]]:
     base, count = sequence.base_length, len(sequence.token_ids)
     parents = list(range(-1, count - 1)) if sequence.parents is None else list(sequence.parents)
     places = positions(base, parents)
-    seen = ancestor_mask(parents).tolist()
     return [
         {row for row in range(base) if places[node] - row < window}
-        | {
-            base + other
-            for other, is_seen in enumerate(seen[node])
-            if is_seen and places[node] - places[other] < window
-        }
+        | {base + other for other in path_to(parents, node) if places[node] - places[other] < window}
         for node in range(len(parents) - count, len(parents))
     ]
 

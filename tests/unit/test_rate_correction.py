@@ -107,3 +107,16 @@ def test_what_was_gained_at_one_load_is_not_expected_at_another():
     assert quick.for_other_load().factor("stream") == 1.0
     assert slow.for_other_load().factor("stream") == slow.factor("stream")
     assert quick.factor("stream") > 1.2, "it stays at the first"
+
+
+def test_a_mode_that_was_good_for_long_is_soon_tried_again():
+    """Other work that slows some rounds drives it out; what never paid has to wait for hundreds of decisions."""
+    good, bad = corrected_after(400, 0.1), corrected_after(400, 0.2)
+    for _ in range(8):
+        good.observe("stream", 0.1, 0.5)
+    assert good.factor("stream") < 0.6
+    for corrections in (good, bad):
+        for _ in range(20):
+            corrections.forgive("plain")
+    assert good.factor("stream") > 0.8
+    assert bad.factor("stream") < 0.6

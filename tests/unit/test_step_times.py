@@ -108,3 +108,45 @@ def test_times_that_were_measured_beside_other_work_are_corrected_at_once():
     for rows, seconds in measured.items():
         slower.observe(rows, 2 * seconds)
     assert slower.grid == pytest.approx(measured), "slower ones may be an odd moment"
+
+
+def test_a_size_that_was_slow_long_ago_is_as_slow_as_those_seen():
+    measured = {1: 0.010, 2: 0.011, 5: 0.014, 9: 0.018, 17: 0.026}
+    times = StepTimes(measured)
+    for _ in range(20):  # other work slows the machine, and the plan falls back to plain decoding
+        times.observe(5, 0.140)
+    for _ in range(8):
+        times.observe(1, 0.010)
+    assert times.seconds(5) > 0.1, "what was seen of it is believed first"
+    for _ in range(100):
+        times.observe(1, 0.010)
+    assert times.seconds(5) < 0.018
+    assert times.seconds(1) == pytest.approx(0.010)
+    times.observe(5, 0.014)
+    assert times.seconds(5) == pytest.approx(0.014, rel=0.02), "one quick forward is proof"
+
+
+def test_what_a_size_was_forgiven_in_vain_says_nothing_of_the_others():
+    times = StepTimes({1: 0.010, 2: 0.011, 5: 0.014, 9: 0.018, 17: 0.026})
+    for _ in range(40):
+        times.observe(5, 0.014)
+    for _ in range(20):
+        times.observe(17, 0.052)  # as the rows of this model take, whatever the start said
+    for _ in range(400):
+        times.observe(5, 0.014)
+    assert times.seconds(17) < 0.035
+    before = times.seconds(5)
+    for _ in range(20):
+        times.observe(17, 0.052)
+    assert times.seconds(17) == pytest.approx(0.052, rel=0.05)
+    assert times.seconds(5) == pytest.approx(before, rel=0.1)
+
+
+def test_one_quick_forward_of_a_draft_that_is_seldom_asked_is_proof():
+    times = StepTimes({1: 0.001, 5: 0.002})
+    for _ in range(9):
+        times.observe(1, 0.010)
+    times.observe(1, 0.001)
+    assert times.seconds(1) > 0.005
+    times.observe(1, 0.001, is_rare=True)
+    assert times.seconds(1) == pytest.approx(0.001)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.types import Timings
-from specsplit.speculation.constants import MAX_BEYOND, MEDIAN_WINDOW, ROW_GRID
+from specsplit.speculation.constants import MAX_BEYOND, MEDIAN_WINDOW, ROW_GRID, STALE
 from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 from tests.unit.test_speculation_stats import TARGET
 
@@ -112,6 +112,23 @@ def test_a_tree_is_believed_to_cost_a_plain_forward_at_most(times: WorkerTimes):
         )
     assert times.verify is not None
     assert times.tree_s == times.verify.seconds(1)
+
+
+def test_what_a_tree_cost_in_a_busy_minute_is_forgotten(times: WorkerTimes):
+    plain, tree = (Timings(num_forwards=1, num_tokens=rows, device_ms=10.0) for rows in (1, 5))
+
+    def observe(verify_s: float) -> None:
+        times.observe_round(tree, verify_s, 0.0, "tree", is_concurrent=False)
+
+    times.observe_round(plain, 0.010, 0.0, "plain", is_concurrent=False)
+    for _ in range(MEDIAN_WINDOW):
+        observe(0.011)
+    for _ in range(MEDIAN_WINDOW):
+        observe(0.060)
+    for number in range(STALE):
+        assert times.tree_s > 0.005, f"{number} plain rounds are no long time"
+        times.observe_round(plain, 0.010, 0.0, "plain", is_concurrent=False)
+    assert times.tree_s == pytest.approx(0.001, abs=1e-4)
 
 
 def test_what_two_waited_for_in_turn_is_not_expected_of_one(times: WorkerTimes, here: DecodingSessions):

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specsplit.sampling.tree_attention import ancestor_mask
 from specsplit.sampling.tree_attention import positions as tree_positions
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -43,20 +42,33 @@ def as_bias(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, _HIDDEN)
 
 
-def level_bias(base: int, parents: Sequence[int], count: int, mask: MaskFunction | None, num_columns: int) -> Tensor:
-    """Return the bias [count, num_columns] of a tree's last nodes: committed rows, ancestors, itself, as `mask` allows.
+def level_bias(
+    base: int, parents: Sequence[int], count: int, mask: MaskFunction | None, shape: tuple[int, int]
+) -> Tensor:
+    """Return the bias of a tree's last `count` nodes: committed rows, ancestors, itself, as `mask` allows.
 
-    `parents` are those of all nodes, which stand behind `base` committed rows.
+    `parents` are those of all nodes, which stand behind `base` committed rows. The bias has `shape`, at least `count`
+    rows and as many columns as the slot has in sight; rows beyond the nodes see everything. Ancestors are followed one
+    by one: a level has a few nodes, each with a few.
     """
-    num_rows = len(parents)
-    visible: NDArray[np.bool_] = np.zeros((count, num_columns), dtype=np.bool_)
-    visible[:, :base] = True
-    visible[:, base : base + num_rows] = ancestor_mask(tuple(parents)).numpy()[num_rows - count :]
+    num_nodes = len(parents)
+    bias: NDArray[np.float32] = np.zeros(shape, np.float32)
+    bias[:count, base:] = _HIDDEN
+    rows: list[int] = []
+    columns: list[int] = []
+    for row in range(count):
+        seen = num_nodes - count + row
+        while seen >= 0:
+            rows.append(row)
+            columns.append(base + seen)
+            seen = parents[seen]
+    bias[rows, columns] = 0.0
     if mask is not None:
         positions = torch.tensor(tree_positions(base, parents))
         keys = torch.cat([torch.arange(base), positions])
-        visible[:, : base + num_rows] &= evaluate_mask(mask, positions[num_rows - count :], keys).numpy()
-    return as_bias(torch.from_numpy(visible))
+        is_seen = evaluate_mask(mask, positions[num_nodes - count :], keys).numpy()
+        bias[:count, : base + num_nodes][~is_seen] = _HIDDEN
+    return torch.from_numpy(bias)
 
 
 def evaluate_mask(mask: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:

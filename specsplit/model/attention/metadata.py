@@ -307,8 +307,8 @@ class MetadataBuilder:
         return offsets[:-1], tuple([self._flat(kind, spans) for kind in range(len(self._masks))])
 
     def _flat(self, kind: int, spans: Sequence[_Span]) -> Tensor:
-        parts = [self._bias(kind, span) for span in spans]
-        return torch.cat([part.reshape(-1) for part in parts])
+        parts = [self._bias(kind, span).reshape(-1) for span in spans]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _bias(self, kind: int, span: _Span) -> Tensor:
         """Return the bias [rows, end_row] of one span; rows that only fill it up see everything."""
@@ -316,8 +316,9 @@ class MetadataBuilder:
         if span.level is not None:
             base, parents = span.level.base_length, span.level.parents
             assert parents is not None, "a level names its ancestors"
-            bias = level_bias(base, parents, count, mask, span.end_row).to(device=self._device, dtype=self._dtype)
-        elif ramp is not None and span.paths is None and not span.other_rows:
+            shape = self._num_rows(span), span.end_row
+            return level_bias(base, parents, count, mask, shape).to(device=self._device, dtype=self._dtype)
+        if ramp is not None and span.paths is None and not span.other_rows:
             # Row by row the ramp moves on by one; the last row's begins first.
             begin = self._capacity - span.first_row - count
             bias = ramp.as_strided((count, span.end_row), (1, 1), begin).flip(0)
