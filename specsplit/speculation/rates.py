@@ -42,7 +42,8 @@ class RateCorrection:
         self._initial = initial
         self._predicted_s = self._taken_s = 0.0
         self._usual = initial
-        """The factor over the last few hundred rounds: a disturbance that drove the mode out hardly shows in it."""
+        """The mean factor of some hundred rounds: a disturbance that drove the mode out hardly shows in it."""
+        self._num_observed = 0
 
     def observe(self, predicted_s: float, taken_s: float) -> None:
         """Count a round; both times are positive."""
@@ -51,7 +52,8 @@ class RateCorrection:
             self._predicted_s, self._taken_s = predicted_s, predicted_s / self._initial
         self._predicted_s += RATE_STEP * (predicted_s - self._predicted_s)
         self._taken_s += RATE_STEP * (min(taken_s, MAX_STALL * predicted_s) - self._taken_s)
-        self._usual += USUAL_STEP * (self.factor - self._usual)
+        self._num_observed += 1
+        self._usual += max(USUAL_STEP, 1 / self._num_observed) * (self.factor - self._usual)
 
     def forgive(self, factor: float) -> None:
         """Move a little back towards this factor, and quicker as far as the mode was as good for long."""
@@ -61,9 +63,10 @@ class RateCorrection:
         if usual_s < self._taken_s:
             self._taken_s += RECOVERY / halvings * (usual_s - self._taken_s)
 
-    def forget_gains(self) -> None:
-        """Take the model's own prediction where rounds were quicker."""
+    def begin_other_load(self) -> None:
+        """Take the model's own prediction where rounds were quicker, and nothing for usual."""
         self._taken_s = max(self._taken_s, self._predicted_s)
+        self._usual, self._num_observed = self.factor, 0
 
     def forgive_down_to(self, factor: float) -> None:
         """Forgive as much as brings the factor up to this one, if it is below."""
@@ -103,7 +106,7 @@ class RateCorrections:
         """Return what another load begins with, less what made rounds quicker than predicted at this one."""
         other = deepcopy(self)
         for correction in other._by_mode.values():
-            correction.forget_gains()
+            correction.begin_other_load()
         return other
 
     def forgive(self, current: RatedMode | None) -> None:

@@ -16,7 +16,9 @@ from typing import Generic, TypeVar
 from specsplit.speculation.constants import (
     CORRECTION_HALVING,
     CORRECTION_STEP,
+    IN_DOUBT,
     MAX_BEYOND,
+    MAX_HALVINGS,
     MAX_PENDING,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
@@ -191,7 +193,7 @@ class StepTimes:
             (measured,) = _interpolate(self._rows, self._measured, (rows,))
             point, ratio = self._points[nearest], math.log(seconds / measured)
             if is_rare or self._is_stale(point):
-                point.begin_anew(ratio)
+                self._begin_anew(nearest, ratio, is_rare=is_rare)
             self._num_counted = point.observed_at = self._num_counted + 1
             point.ratios.append(ratio)
             point.num_observed += 1
@@ -215,7 +217,25 @@ class StepTimes:
 
     def _is_stale(self, point: _Point) -> bool:
         """Return whether a point was not seen for so long that the machine may be another by now."""
-        return self._num_counted - point.observed_at > STALE
+        return self._num_counted - point.observed_at > STALE << point.num_vain
+
+    def _begin_anew(self, nearest: int, ratio: float, *, is_rare: bool) -> None:
+        """Forget what a point was long ago; that it is quicker is believed at once, since nothing quickens a forward.
+
+        A rare forward has to be quicker beyond doubt: the quicker half of them would lead the point down.
+        """
+        point = self._points[nearest]
+        fall = ratio - point.correction
+        if is_rare and fall > -IN_DOUBT:
+            return
+        point.begin_anew()
+        if fall > IN_DOUBT:
+            point.num_vain = min(point.num_vain + 1, MAX_HALVINGS)
+        if fall < 0:
+            for other, weight in zip(self._points, self._weights[nearest], strict=True):
+                if other is point or (other is not self._points[0] and (is_rare or self._is_stale(other))):
+                    other.correction += weight * fall
+            point.forgiven, point.num_vain = 0.0, 0
 
     def _correct(self, nearest: int, error: float) -> None:
         seen, plain = self._points[nearest], self._points[0]
@@ -225,13 +245,18 @@ class StepTimes:
         own = min(max(error, 0.0), seen.forgiven / step)
         seen.forgiven -= step * own
         seen.correction += step * error
-        for point, weight in zip(self._points, self._weights[nearest], strict=True):
+        most_s = self._measured[nearest] * math.exp(seen.correction)
+        for number, (point, weight) in enumerate(zip(self._points, self._weights[nearest], strict=True)):
             if point is not seen and point is not plain:
                 is_new = point.num_observed < MIN_OBSERVED
                 point.correction += (step if is_new else CORRECTION_STEP) * weight * (error - own)
+            least = max(seen.correction, 0.0) if point is plain else seen.correction
             if self._is_stale(point):
-                least = max(seen.correction, 0.0) if point is plain else seen.correction
-                point.forgive(least, MOST_APART / weight)
+                point.forgive(least, MOST_APART / weight, STALE_FORGIVENESS)
+            elif (
+                number < nearest and self._measured[number] * math.exp(point.correction) > most_s
+            ):  # fewer rows, and believed slower than these
+                point.forgive(least, MOST_APART / weight, 0.0)
         if seen is not plain and plain.correction > 0:
             plain.correction *= PLAIN_FORGIVENESS
 
@@ -239,7 +264,7 @@ class StepTimes:
 class _Point:
     """The observations at one point of the grid; corrections are logarithms of factors on the measured times."""
 
-    __slots__ = ("correction", "forgiven", "num_observed", "observed_at", "ratios")
+    __slots__ = ("correction", "forgiven", "num_observed", "num_vain", "observed_at", "ratios")
 
     def __init__(self) -> None:
         self.correction = 0.0
@@ -249,18 +274,18 @@ class _Point:
         """The number of its last observation, counted over all points."""
         self.forgiven = 0.0
         """The part of the correction that was taken back without an observation."""
+        self.num_vain = 0
+        """Times in a row that this was in vain: each doubles how long it takes to begin again."""
 
-    def begin_anew(self, ratio: float) -> None:
-        """Believe at once what shows it to be quicker than it was long ago: nothing makes a forward quicker."""
-        if ratio < self.correction:
-            self.correction, self.num_observed = ratio, 0
-            self.ratios.clear()
+    def begin_anew(self) -> None:
+        self.ratios.clear()
+        self.num_observed = 0
 
-    def forgive(self, seen: float, most_apart: float) -> None:
+    def forgive(self, seen: float, most_apart: float, share: float) -> None:
         """Believe it about as slow as a point that is seen: what had slowed both may be over."""
         if seen < self.correction:
             most = min(self.correction, seen + most_apart)
-            believed = most + STALE_FORGIVENESS * (seen - most)
+            believed = most + share * (seen - most)
             self.forgiven += self.correction - believed
             self.correction = believed
 

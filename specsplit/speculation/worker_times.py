@@ -10,8 +10,10 @@ from typing import Literal
 
 from specsplit.core.types import Identity, Timings
 from specsplit.speculation.constants import (
+    DISTURBED,
     MAX_STEP_SESSIONS,
     MAX_STEPS_AWAY,
+    MEDIAN_WINDOW,
     MIN_OBSERVED,
     ROW_COST,
     ROW_GRID,
@@ -98,8 +100,10 @@ class BesideTimes:
     __slots__ = (
         "_behind_tree",
         "_has_plain_gap",
+        "_least_behind_s",
         "_least_tree_s",
         "_num_plain",
+        "_num_trees",
         "_overhead",
         "_round_trip",
         "_session",
@@ -111,15 +115,16 @@ class BesideTimes:
         self._round_trip, self._overhead = RunningMedian(round_trip_s), RunningMedian(overhead_s)
         self._has_plain_gap, self._tree_gap = False, RunningMedian(math.inf)
         self._tree, self._behind_tree, self._session = RunningMedian(0.0), RunningMedian(0.0), RunningMedian(0.0)
-        self._least_tree_s = math.inf
-        """The least median of what having nodes costs a round."""
-        self._num_plain = 0
-        """Plain rounds since the last one with nodes."""
+        self._least_tree_s = self._least_behind_s = math.inf
+        """The least that nodes cost a round, and the one behind it, over as many as the medians are of."""
+        self._num_trees = self._num_plain = 0
+        """Rounds with nodes, and plain rounds since the last of them."""
 
     def for_several(self) -> BesideTimes:
         """Return what rounds of several sessions begin with."""
         begun = BesideTimes(self.round_trip_s, self._overhead.value)
         begun._tree, begun._behind_tree = RunningMedian(self._tree.value), RunningMedian(self._behind_tree.value)
+        begun._least_tree_s, begun._least_behind_s = self._least_tree_s, self._least_behind_s
         return begun
 
     @property
@@ -169,17 +174,24 @@ class BesideTimes:
             self._round_trip.observe(max(way_s, 0.0))
             self._overhead.observe(overhead_s)
             self._tree_gap = RunningMedian(math.inf)
-            self._num_plain += 1
-            if self._num_plain == STALE and self._least_tree_s < self._tree.value:
-                # What made nodes dear may be over: they are tried again.
-                self._tree, self._behind_tree = RunningMedian(self._least_tree_s), RunningMedian(0.0)
+            self._num_plain += course == "plain"
+            if self._num_plain == STALE:
+                self._forget_disturbance()
         elif course == "tree":
-            self._num_plain = 0
+            self._num_trees, self._num_plain = self._num_trees + 1, 0
             self._tree_gap.observe(max(way_s, 0.0) + overhead_s)
             self._tree.observe(way_s + overhead_s - self.gap_s)
-            self._least_tree_s = min(self._least_tree_s, self._tree.value)
+            if self._num_trees >= MEDIAN_WINDOW:
+                self._least_tree_s = min(self._least_tree_s, max(self._tree.value, 0.0))
+                self._least_behind_s = min(self._least_behind_s, max(self._behind_tree.value, 0.0))
         else:
             self._behind_tree.observe(way_s + overhead_s - self.gap_s)
+
+    def _forget_disturbance(self) -> None:
+        """Let nodes cost what they once did, if it was much less: the last rounds that had any were long ago."""
+        least_s = self._least_tree_s + self._least_behind_s
+        if DISTURBED * least_s < self._tree.value + self._behind_tree.value:
+            self._tree, self._behind_tree = RunningMedian(self._least_tree_s), RunningMedian(self._least_behind_s)
 
     def counts_forward(self, course: RoundCourse) -> bool:
         """Return whether the forward of a round tells what its rows take; right behind a tree it does not."""

@@ -82,6 +82,7 @@ class TargetEngine(Engine):
                 max_silence_s=self._sessions.ttl_s,
                 step_times=self._identity.step_times,
                 is_wanted=lambda: len(self._admission) > 0,
+                # Sessions come back during a step exactly where it leaves the event loop free.
                 is_device_apart=self._work.scheduler.budget.expects_company,
             ),
         )

@@ -1,7 +1,8 @@
 """Streaming verification, the target's half: step after step on one session, with whatever nodes are there by then.
 
 Stands on any Verifier, whose contract it keeps like every client: one epoch, rounds that rise. Nodes that the client
-pushes are held; a step takes those worth verifying below the text's end, and its commit goes out at once.
+pushes are held; a step takes those worth verifying below the text's end. Its commit goes out as soon as the next step
+has begun, or has to wait.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Outbox:
         self.is_device_apart = is_device_apart
         self.commits: deque[Verdict] = deque()
         self.has_news = asyncio.Event()
-        """Set by a commit and by the stream's end."""
+        """Set when commits are to be sent, and by the stream's end."""
 
     def add(self, commit: Verdict) -> None:
         self.commits.append(commit)

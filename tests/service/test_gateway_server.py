@@ -235,9 +235,15 @@ async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(monkeypatc
         assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
 
 
-def test_an_idle_connection_outlives_the_proxys_side_of_it() -> None:
+async def test_an_idle_connection_is_closed_later_than_a_proxy_does(monkeypatch: pytest.MonkeyPatch) -> None:
     proxies_s = {"AWS's load balancers": 60, "nginx's upstreams": 60}
     assert all(idle_s < KEEP_ALIVE_S for idle_s in proxies_s.values())
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1)
+    async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+        writer.write(WHOLE)
+        assert await reader.readuntil(b"ok")
+        async with asyncio.timeout(30):
+            assert not await reader.read()
 
 
 async def test_idle_connections_keep_nobody_out() -> None:

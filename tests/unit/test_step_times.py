@@ -118,12 +118,22 @@ def test_a_size_that_was_slow_long_ago_is_as_slow_as_those_seen():
     for _ in range(8):
         times.observe(1, 0.010)
     assert times.seconds(5) > 0.1, "what was seen of it is believed first"
-    for _ in range(100):
+    for _ in range(200):
         times.observe(1, 0.010)
     assert times.seconds(5) < 0.018
     assert times.seconds(1) == pytest.approx(0.010)
     times.observe(5, 0.014)
     assert times.seconds(5) == pytest.approx(0.014, rel=0.02), "one quick forward is proof"
+
+
+def test_fewer_rows_are_not_believed_slower_than_more_that_are_seen():
+    """Else all sizes were about as slow, and the largest tree seemed to cost nothing."""
+    times = StepTimes({1: 0.010, 2: 0.011, 5: 0.014, 9: 0.018, 17: 0.026})
+    for _ in range(12):
+        times.observe(5, 0.140)
+    for _ in range(12):
+        times.observe(17, 0.026)
+    assert times.seconds(5) < 0.022
 
 
 def test_what_a_size_was_forgiven_in_vain_says_nothing_of_the_others():
@@ -150,3 +160,23 @@ def test_one_quick_forward_of_a_draft_that_is_seldom_asked_is_proof():
     assert times.seconds(1) > 0.005
     times.observe(1, 0.001, is_rare=True)
     assert times.seconds(1) == pytest.approx(0.001)
+
+
+def test_noise_after_a_disturbance_leads_no_other_size_down():
+    measured = {1: 0.010, 2: 0.011, 5: 0.014, 9: 0.018, 17: 0.026}
+    times = StepTimes(measured)
+    for _ in range(20):
+        times.observe(5, 0.140)
+    for _ in range(200):
+        times.observe(1, 0.010)
+    for number in range(400):
+        times.observe(5, 0.014 * (1.05, 0.95, 1.0, 1.08, 0.93)[number % 5])
+    assert times.seconds(17) == pytest.approx(0.026, rel=0.1)
+
+
+def test_probes_lead_no_other_size_of_a_draft_astray():
+    times = StepTimes({1: 0.0010, 2: 0.0011, 5: 0.0015, 9: 0.0020})
+    for number in range(200):
+        times.observe(2, 0.0011 * (1.1, 0.9, 1.0, 1.15, 0.95)[number % 5], is_rare=True)
+    assert times.seconds(2) == pytest.approx(0.0011, rel=0.1)
+    assert times.seconds(9) == pytest.approx(0.0020, rel=0.1)

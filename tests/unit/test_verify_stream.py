@@ -26,6 +26,7 @@ from tests.support.rpc_servers import LOOPBACK, verifier_at
 from tests.support.virtual_time import run_virtual
 
 ONE = StreamLimits(8, 8, 1)
+on_either_device = pytest.mark.parametrize("is_device_apart", [False, True], ids=["on the loop", "apart"])
 
 
 def fake_stream(
@@ -34,17 +35,21 @@ def fake_stream(
     left: list[bool],
     max_silence_s: float = math.inf,
     is_wanted: Callable[[], bool] = lambda: False,
+    *,
+    is_device_apart: bool,
 ) -> TargetStream:
     async def leave(keeps_slot: bool) -> None:
         left.append(keeps_slot)
 
-    return TargetStream(target.verify, leave, turn, ONE, TargetLimits(512, 64, max_silence_s, is_wanted=is_wanted))
+    limits = TargetLimits(512, 64, max_silence_s, is_wanted=is_wanted, is_device_apart=is_device_apart)
+    return TargetStream(target.verify, leave, turn, ONE, limits)
 
 
-def test_a_client_that_acknowledges_nothing_for_long_has_lost_its_slot() -> None:
+@on_either_device
+def test_a_client_that_acknowledges_nothing_for_long_has_lost_its_slot(is_device_apart: bool) -> None:
     async def main() -> None:
         left: list[bool] = []
-        stream = fake_stream(FakeTarget(), Script().first(), left, max_silence_s=5.0)
+        stream = fake_stream(FakeTarget(), Script().first(), left, max_silence_s=5.0, is_device_apart=is_device_apart)
         await commit(stream)
         await asyncio.sleep(4)
         assert not left
@@ -57,10 +62,13 @@ def test_a_client_that_acknowledges_nothing_for_long_has_lost_its_slot() -> None
     run_virtual(main)
 
 
-def test_a_silent_client_keeps_its_slot_until_somebody_waits_for_one() -> None:
+@on_either_device
+def test_a_silent_client_keeps_its_slot_until_somebody_waits_for_one(is_device_apart: bool) -> None:
     async def main() -> None:
         left, loop = list[bool](), asyncio.get_running_loop()
-        stream = fake_stream(FakeTarget(), Script().first(), left, 60.0, lambda: loop.time() > 20)
+        stream = fake_stream(
+            FakeTarget(), Script().first(), left, 60.0, lambda: loop.time() > 20, is_device_apart=is_device_apart
+        )
         await commit(stream)
         await asyncio.sleep(19)
         assert not left
@@ -73,10 +81,11 @@ def test_a_silent_client_keeps_its_slot_until_somebody_waits_for_one() -> None:
     run_virtual(main)
 
 
-def test_a_client_that_always_speaks_just_in_time_loses_its_slot_too() -> None:
+@on_either_device
+def test_a_client_that_always_speaks_just_in_time_loses_its_slot_too(is_device_apart: bool) -> None:
     async def main() -> None:
         left, loop = list[bool](), asyncio.get_running_loop()
-        stream = fake_stream(FakeTarget(), Script().first(), left, 60.0, lambda: True)
+        stream = fake_stream(FakeTarget(), Script().first(), left, 60.0, lambda: True, is_device_apart=is_device_apart)
 
         async def speak_late() -> None:
             for number in range(100):
@@ -93,10 +102,11 @@ def test_a_client_that_always_speaks_just_in_time_loses_its_slot_too() -> None:
     run_virtual(main)
 
 
-def test_a_client_far_away_keeps_its_slot() -> None:
+@on_either_device
+def test_a_client_far_away_keeps_its_slot(is_device_apart: bool) -> None:
     async def main() -> None:
         left, loop = list[bool](), asyncio.get_running_loop()
-        stream = fake_stream(FakeTarget(), Script().first(), left, 60.0, lambda: True)
+        stream = fake_stream(FakeTarget(), Script().first(), left, 60.0, lambda: True, is_device_apart=is_device_apart)
         for number in range(50):
             await commit(stream)
             await asyncio.sleep(0.4)
