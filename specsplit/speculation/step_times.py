@@ -220,14 +220,11 @@ class StepTimes:
         return self._num_counted - point.observed_at > STALE << point.num_vain
 
     def _begin_anew(self, nearest: int, ratio: float, *, is_rare: bool) -> None:
-        """Forget what a point was long ago; that it is quicker is believed at once, since nothing quickens a forward.
-
-        A rare forward has to be quicker beyond doubt: the quicker half of them would lead the point down.
-        """
+        """Forget what a point was long ago, and believe at once that it is quicker: nothing quickens a forward."""
         point = self._points[nearest]
         fall = ratio - point.correction
         if is_rare and fall > -IN_DOUBT:
-            return
+            return  # the quicker half of all would lead the point down
         point.begin_anew()
         if fall > IN_DOUBT:
             point.num_vain = min(point.num_vain + 1, MAX_HALVINGS)
