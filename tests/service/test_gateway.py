@@ -23,7 +23,7 @@ from specsplit.model.source import resolve
 from tests.support.gateways import GatewayProcess
 from tests.support.http_fuzz import fuzzed_request
 from tests.support.metrics import WITH_THE_FIRST_EVENT, documented, names, samples_of, value
-from tests.support.processes import run
+from tests.support.processes import LIMIT_S, run
 from tests.support.stage_processes import is_gone
 
 PROMPT = "def add(a, b):\n"
@@ -42,6 +42,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[GatewayProces
         "fp32",
         "--context",
         "512",
+        "--drain",
+        "120",
         *statistics,
         "--metrics-compat",
         "vllm",
@@ -382,5 +384,5 @@ def test_a_drain_lets_a_stream_end_and_ends_the_workers(gateway: GatewayProcess,
     next(iter(stream))
     gateway.process.send_signal(signal.SIGTERM)
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-    assert gateway.process.wait(60) == 0
+    assert gateway.process.wait(LIMIT_S) == 0
     assert all(map(is_gone, workers))

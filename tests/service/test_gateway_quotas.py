@@ -111,7 +111,7 @@ async def test_a_key_with_all_its_requests_under_way_is_told_to_come_back(stream
 
 async def test_a_key_that_used_up_its_tokens_is_told_when_it_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caller_limits, "BURST_S", 1.0)
-    async with served(tokens_per_s=5.0) as gateway:
+    async with served(tokens_per_s=0.5) as gateway:
         assert (await gateway.ask("alice")).status_code == 200
         refused = await gateway.ask("alice")
         check_refusal(refused, "tokens")
@@ -121,7 +121,7 @@ async def test_a_key_that_used_up_its_tokens_is_told_when_it_has_some(monkeypatc
 
 async def test_a_stream_of_lmtp_that_is_refused_costs_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caller_limits, "BURST_S", 1.0)
-    async with served(tokens_per_s=5.0) as gateway, gateway.lmtp("alice") as socket:
+    async with served(tokens_per_s=0.5) as gateway, gateway.lmtp("alice") as socket:
         for command in ("GENERATE", "SCORE", "GENERATE"):
             too_long = {"stream_id": 1, "prompt": [1] * 1000, "scored": [1]}
             await socket.send_str(f"{command} {json.dumps(too_long)}")

@@ -209,28 +209,28 @@ async def test_a_client_that_reads_slowly_is_seen_to_read() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET /whole HTTP/1.1\r\nHost: x\r\nSlow: "])
 async def test_a_head_that_does_not_come_closes_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 0.05)
+    monkeypatch.setattr(server, "HEADERS_S", 0.3)
     async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
         writer.write(sent)
         assert await reader.read() == b""
 
 
 async def test_a_second_head_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 0.05)
     async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
         writer.write(WHOLE)
         assert await reader.readuntil(b"ok")
+        monkeypatch.setattr(server, "HEADERS_S", 0.05)
         writer.write(b"GET /wh")
         assert await reader.read() == b""
 
 
 async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADERS_S", 0.02)
+    monkeypatch.setattr(server, "HEADERS_S", 0.5)
     app = App()
     async with serving_http(app, "127.0.0.1", 0) as running, connected(running) as (reader, writer):
         writer.write(REQUEST)
         await reader.readuntil(b"data:")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.7)
         app.go_on.set()
         assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
 

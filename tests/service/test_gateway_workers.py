@@ -17,11 +17,12 @@ import pytest
 
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from tests.support.gateways import GatewayProcess
+from tests.support.metrics import scraped, value
 from tests.support.processes import WorkerProcess
 
 PROMPTS = ("def add(a, b):\n", "class Stack:\n", "import os\n")
 NUM_TOKENS = 60
-FREED_S = 10.0
+FREED_S = 60.0
 """A slot is freed within a second of a disconnect on a machine that has nothing else to do."""
 LONG_PROMPT = "x = 1\n" * 700
 
@@ -192,6 +193,11 @@ async def begin(
     return reader, writer
 
 
+async def num_whole_answers(gateway: GatewayProcess) -> float:
+    page = await asyncio.to_thread(scraped, gateway.ready["address"])
+    return value(page, "specsplit:request_success_total", finished_reason="length")
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("prompt", ["x = 1\n", LONG_PROMPT], ids=["decoding", "prefill"])
 async def test_a_client_that_leaves_frees_the_slots_of_all_workers(
@@ -199,12 +205,14 @@ async def test_a_client_that_leaves_frees_the_slots_of_all_workers(
 ) -> None:
     async with loads_of(workers) as loads:
         await loads.until(is_busy=False)
-        reader, writer = await begin(gateway, prompt=prompt, stream=stream, max_tokens=400)
+        num_ended = await num_whole_answers(gateway)
+        reader, writer = await begin(gateway, prompt=prompt, stream=stream, max_tokens=3000)
         if stream and prompt != LONG_PROMPT:
             await reader.readuntil(b"data: ")
         await loads.until(is_busy=True)
         writer.close()
         await loads.until(is_busy=False, limit_s=FREED_S)
+        assert await num_whole_answers(gateway) == num_ended, "it ended since its client left"
 
 
 @pytest.mark.slow

@@ -132,8 +132,9 @@ async def test_the_port_serves_one_page_and_nothing_else() -> None:
 
 
 async def test_clients_that_say_nothing_hold_no_place_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port, "SCRAPE_S", 0.05)
     async with metrics_port("127.0.0.1:0", lambda: PAGE) as address:
-        silent = [asyncio.create_task(ask(address, b"GET /metr")) for _ in range(2 * port.MAX_SCRAPES)]
-        assert await asyncio.gather(*silent) == [b""] * len(silent)
+        with monkeypatch.context() as patch:
+            patch.setattr(port, "SCRAPE_S", 0.05)
+            silent = [asyncio.create_task(ask(address, b"GET /metr")) for _ in range(2 * port.MAX_SCRAPES)]
+            assert await asyncio.gather(*silent) == [b""] * len(silent)
         assert (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")).endswith(PAGE)

@@ -28,6 +28,7 @@ from tests.support.disturbed import (
     truth,
 )
 from tests.support.processes import WorkerProcess
+from tests.support.rpc_servers import wait_until
 
 __all__ = ["own_cache", "pair"]  # fixtures
 
@@ -104,10 +105,12 @@ async def test_answers_under_way_when_the_connection_breaks_are_given_again(pair
 
         async def swallow_then_cut() -> None:
             async def later() -> None:
-                await asyncio.sleep(0.3)  # the verdict was swallowed by now
+                await wait_until(lambda: proxy.sent_bytes > num_before)
+                await asyncio.sleep(0.3)  # the round was swallowed by now
                 proxy.set(is_black_hole=False)
                 await proxy.cut()
 
+            num_before = proxy.sent_bytes
             proxy.set(is_black_hole=True)
             cuts.append(asyncio.create_task(later()))
 

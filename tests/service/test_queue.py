@@ -109,8 +109,9 @@ async def test_one_too_many_is_refused_with_a_time_and_comes_back_then() -> None
             await verifier.open_stream(opening("streams"), StreamLimits(2, 2)).next_commit()
         orchestrator = Orchestrator(verifier, None, tokenizer, Speculation(mode="plain"))
         request = Request(prompt_ids=tuple(random_prompt(5)), max_new_tokens=NUM_TOKENS, ignore_eos=True)
+        num_before = engine.worker_statistics().num_refused
         served = asyncio.create_task(orchestrator.generate(request))
-        await asyncio.sleep(0.1)  # so that it has been refused
+        await wait_until(lambda: engine.worker_statistics().num_refused > num_before)
         for key in HELD:
             await verifier.close(key)
         await waiting

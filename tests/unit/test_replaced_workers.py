@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -164,7 +165,7 @@ async def test_a_deadline_given_is_how_long_a_target_is_asked_again() -> None:
     began_s = loop.time()
     result = await orchestrator(target, retry_s=0.05).generate(replace(REQUEST, timeout_s=30.0))
     assert result.degraded[0].worker == "target"
-    began_s = loop.time()
+    began_s = math.inf
     with pytest.raises(DeadlineExceeded, match="asked again"):
         await orchestrator(target, retry_s=0.05).generate(REQUEST)
 
