@@ -212,8 +212,9 @@ class StepTimes:
         if len(self._first) < MIN_OBSERVED:
             self._first.append(ratio)
             if len(self._first) == MIN_OBSERVED:
+                common = min(0.0, sorted(self._first)[MIN_OBSERVED // 2])
                 for point in self._points:
-                    point.correction = min(0.0, sorted(self._first)[MIN_OBSERVED // 2])
+                    point.correction = common
 
     def _is_stale(self, point: _Point) -> bool:
         """Return whether a point was not seen for so long that the machine may be another by now."""
@@ -247,13 +248,12 @@ class StepTimes:
             if point is not seen and point is not plain:
                 is_new = point.num_observed < MIN_OBSERVED
                 point.correction += (step if is_new else CORRECTION_STEP) * weight * (error - own)
-            least = max(seen.correction, 0.0) if point is plain else seen.correction
-            if self._is_stale(point):
-                point.forgive(least, MOST_APART / weight, STALE_FORGIVENESS)
-            elif (
-                number < nearest and self._measured[number] * math.exp(point.correction) > most_s
-            ):  # fewer rows, and believed slower than these
-                point.forgive(least, MOST_APART / weight, 0.0)
+            # Fewer rows that are believed slower than these are believed wrongly.
+            is_disproved = number < nearest and self._measured[number] * math.exp(point.correction) > most_s
+            share = STALE_FORGIVENESS if self._is_stale(point) else 0.0
+            if share or is_disproved:
+                least = max(seen.correction, 0.0) if point is plain else seen.correction
+                point.forgive(least, MOST_APART / weight, share)
         if seen is not plain and plain.correction > 0:
             plain.correction *= PLAIN_FORGIVENESS
 
