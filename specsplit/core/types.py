@@ -23,6 +23,8 @@ PROTOCOL_VERSION = 2
 """Version of the messages between processes; processes of different versions refuse each other."""
 ROOT = 0
 """The parent of a root's children in every message."""
+FIRST_FOUND = 1 << 31
+"""The first number of the nodes that a streaming target adds to a tree itself; its client's numbers are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,8 @@ class Verdict:
     """One for each of `token_ids` if the session asked for them."""
     num_reused: int = field(default=0, compare=False)
     """Tokens of a session's first turn that needed no forward, since their rows were there."""
+    found: Proposal | None = None
+    """Nodes among `verified` that a streaming target found itself, numbered from FIRST_FOUND in every commit."""
 
     @property
     def bonus_token(self) -> int:
@@ -248,7 +252,7 @@ class Verdict:
     def timed(self, timings: Timings) -> Verdict:
         """Return the same verdict with other timings."""
         path = self.accepted, self.token_ids, self.length, self.verified
-        return Verdict(*path, timings, self.revision, self.log_probs, self.num_reused)
+        return Verdict(*path, timings, self.revision, self.log_probs, self.num_reused, self.found)
 
 
 @record
@@ -256,15 +260,19 @@ class StreamLimits:
     """The limits of one streaming verification: the largest tree verified at once, and how far it runs ahead.
 
     Raises:
-        InvalidRequest: a limit is below 1.
+        InvalidRequest: a limit is below 1, or below 0 where 0 turns something off.
     """
 
     max_nodes: int
     max_depth: int
     max_unacknowledged: int = 8
     """Commits that the target makes before an acknowledgement of the first of them."""
+    lookup_branching: int = 0
+    """Children of one node among those that the target finds in the text itself; 0 if it is to find none."""
 
     def __post_init__(self) -> None:
+        if self.lookup_branching < 0:
+            raise InvalidRequest("lookup_branching must not be negative.", param="lookup_branching")
         for name in ("max_nodes", "max_depth", "max_unacknowledged"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
@@ -315,6 +323,8 @@ class Identity:
     kv_bytes: int = 0
     """Bytes that the KV cache may take, if they are why the context is not longer; else 0."""
     model_revision: str = ""  # commit of the hub that the model's files are of; empty if they are not from there
+    looks_up: bool = False
+    """Whether a stream can have it look up nodes in the text itself."""
 
 
 @dataclass(frozen=True, slots=True)

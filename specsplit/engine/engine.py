@@ -52,6 +52,7 @@ class Engine:
 
     _name: ClassVar[str]
     """The engine's name in errors and spans."""
+    _looks_up: ClassVar[bool] = False
     _probe: ClassVar[Probe] = Probe()
 
     def __init__(
@@ -94,7 +95,8 @@ class Engine:
     async def ping(self) -> Identity:
         # A chain's numerics changes with its stages.
         runner = self._model.runner
-        return replace(self._identity, exactness=runner.exactness, numerics=runner.numerics, revision=runner.revision)
+        now = {"exactness": runner.exactness, "numerics": runner.numerics, "revision": runner.revision}
+        return replace(self._identity, **now, looks_up=self._looks_up)
 
     async def measure(self) -> None:
         """Measure forwards by their rows; the identity names their times from then on."""

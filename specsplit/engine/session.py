@@ -325,6 +325,11 @@ class SessionTable:
         session = self._sessions.get(key)
         return session.sampler.params if session is not None and session.sampler is not None else None
 
+    def text_of(self, key: str) -> Sequence[int]:
+        """Return the tokens that a session holds."""
+        session = self._sessions.get(key)
+        return session.ids if session is not None else ()
+
     def leave(self, session: WorkerSession) -> None:
         """Let a session expire or be evicted from now on, unless it is pinned."""
         session.last_used_s = self._now()

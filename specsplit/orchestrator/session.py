@@ -90,7 +90,8 @@ class Session:
         stats.times.adopt(identity, context.draft.identity if context.draft is not None else None)
 
         contract = SessionContract("target", key, history, params, events)
-        limits = stream_limits(speculation, identity.max_nodes)
+        stats.lookup_share.serves_streams = identity.looks_up
+        limits = stream_limits(speculation, identity)
         self._audit = open_audit(context.verifier, contract, retrier)
         self._target = (
             TargetClient(context.verifier, identity, contract, retrier, limits)

@@ -73,6 +73,11 @@ class TargetClient:
         self._waited_since_s = 0.0
         """When the last commit began to be waited for."""
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether a stream has the target look up nodes itself."""
+        return self._limits.lookup_branching > 0
+
     async def verify(self, proposal: Proposal) -> Verdict:
         """Have `proposal`, numbered from `next_node`, verified; the committed tokens are the caller's to extend.
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, Mode
 from specsplit.core.record import record
-from specsplit.core.types import Budget, StreamLimits
+from specsplit.core.types import Budget, Identity, StreamLimits
 from specsplit.speculation.constants import (
     DECIDE_EVERY,
     EXPLORED_ROUNDS,
@@ -181,10 +181,12 @@ def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:
     return tuple(mode for mode in modes if mode == "stream")
 
 
-def stream_limits(speculation: Speculation, max_nodes: int) -> StreamLimits:
-    """Return the limits of a stream; within them the target verifies what it finds worth it."""
+def stream_limits(speculation: Speculation, target: Identity) -> StreamLimits:
+    """Return the limits of a stream; within them the target verifies, and looks up, what it finds worth it."""
     bounds = speculation.bounds
-    return StreamLimits(min(bounds.max_new_nodes, max_nodes), bounds.max_depth)
+    lookup_branching = bounds.max_branching if speculation.lookup and target.looks_up else 0
+    max_nodes = min(bounds.max_new_nodes, target.max_nodes)
+    return StreamLimits(max_nodes, bounds.max_depth, lookup_branching=lookup_branching)
 
 
 @lru_cache(maxsize=64)

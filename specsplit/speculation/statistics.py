@@ -77,9 +77,9 @@ class SpeculationStats:
         self.lookup_yield = LookupYield()
         self._profile = DepthProfile(PROFILE_DEPTH, PROFILE_BRANCHING)
         self._hit_rate = FIRST_HIT_RATE
-        self._lookup_share = LookupShare()
+        self.lookup_share = LookupShare()
         self._learned = _Learned(
-            {has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)}
+            {has_draft: RatePredictor(self.lookup_share, has_draft=has_draft) for has_draft in (False, True)}
         )
         self._learned_by_load = {0: self._learned}
         """Keys are the doublings of the sessions at the target, whether they share its steps or not."""
@@ -90,7 +90,7 @@ class SpeculationStats:
     def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of the tree that they go through or past."""
         # Committed tokens decide nodes that nobody verified, too: under coupled picks the target's pick there is known.
-        judged = tree.tested(token_ids)
+        judged = tree.nodes.tested(token_ids)
         cells = tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
         if tree.drafted.count and self.plans:
@@ -129,13 +129,19 @@ class SpeculationStats:
             predictor, is_own = self._learned.predictors[decision.has_draft], mode == decision.mode
             predictor.observe_round(decision.rated_mode, predicted_s, seconds, is_own=is_own)
 
-    def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
-        """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
+    def observe_lookup(self, found: LookupTree, token_ids: Sequence[int], *, is_in_tree: bool = True) -> None:
+        """Count what a plain round with lookup's nodes would have gained here, whatever was run.
+
+        What is in a session's tree is judged with it.
+        """
+        if not is_in_tree:
+            judged = found.nodes.tested(token_ids)
+            self.acceptance.observe([(found.cells[node], is_right) for node, is_right in judged])
         times, verify = self.times, self.times.verify
         if not self.plans or verify is None:
             return
         if not found.cells:
-            self._lookup_share.observe(1, 0, 0.0)
+            self.lookup_share.observe(1, 0, 0.0)
             return
         log_probs = self.acceptance.log_probs
         paths: list[float] = []
@@ -149,7 +155,7 @@ class SpeculationStats:
         plain = 1 / (verify.curve(num_sessions)[num_sessions] + beside_s)
         count = self.count_worth_verifying(ranked, plain)
         if self.predict_tokens_per_s(ranked[:count]) <= plain:
-            self._lookup_share.observe(1, 0, 0.0)
+            self.lookup_share.observe(1, 0, 0.0)
             return
         # The nodes that would be verified are those at least as likely as the last one worth its row.
         chosen = {node for node, path in enumerate(paths) if path >= ranked[count - 1]}
@@ -157,7 +163,7 @@ class SpeculationStats:
         num_taken = min(num_right + 1, len(token_ids))
         rows = count + num_sessions
         taken_s = (verify.curve(rows)[rows] + beside_s + times.tree_s) * num_taken / (num_right + 1)
-        self._lookup_share.observe(0, num_taken, taken_s)
+        self.lookup_share.observe(0, num_taken, taken_s)
 
     def decide(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
         """Decide anew among plain decoding and `modes`; None while no verify was measured.
@@ -212,8 +218,9 @@ class SpeculationStats:
     def _profiles(self, modes: Sequence[RoundMode], costs: Costs, *, has_draft: bool) -> dict[RoundMode, Profile]:
         """Return the acceptance that each mode is planned with; a draft that was never asked has none."""
         if not has_draft:
+            # Lookup's nodes come late to a stream whose target does not look up, which nearby costs more than the way.
             is_far = costs.round_trip_s > DRAFTLESS_STREAM_GAP * costs.verify.seconds(costs.num_sessions)
-            return dict.fromkeys(modes, _NO_TREES) if is_far else {}
+            return dict.fromkeys(modes, _NO_TREES) if is_far or self.lookup_share.serves_streams else {}
         if costs.draft is None or not self.times.num_proposals:
             return {}
         drafted = self._profile.profile

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -42,14 +43,21 @@ from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, no_numbers, score
 from specsplit.target.stream import TargetLimits, TargetStream
+from specsplit.target.stream_lookup import LookupKnowledge
 
 
 class TargetEngine(Engine):
     """Scores trees with the large model; what it picks is the truth."""
 
     _name = "target"
+    _looks_up = True
     _head_request: Callable[[SessionParams], HeadWork] | None = None
     """Makes what a head in another process is to do with a session's rows; None if their logits come here."""
+
+    @cached_property
+    def _lookups(self) -> dict[bool, LookupKnowledge]:
+        """What lookup is worth where tokens are picked greedily, and where they are sampled."""
+        return {True: LookupKnowledge(), False: LookupKnowledge()}
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
@@ -71,6 +79,7 @@ class TargetEngine(Engine):
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
         """Begin to verify and commit by itself, from `turn` on; the slot is pinned while the stream is open."""
         session, epoch = turn.session, turn.epoch
+        is_greedy = turn.opening is not None and turn.opening.sampling.is_greedy
         stream = TargetStream(
             self.quotas.paced(turn, self.verify),
             lambda keeps_slot: self._leave_stream(session, epoch, keeps_slot=keeps_slot),
@@ -84,6 +93,8 @@ class TargetEngine(Engine):
                 is_wanted=lambda: len(self._admission) > 0,
                 # Sessions come back during a step exactly where it leaves the event loop free.
                 is_device_apart=self._work.scheduler.budget.expects_company,
+                lookup=self._lookups[is_greedy],
+                text=self._sessions.text_of(session)[: turn.base_length] if limits.lookup_branching else (),
             ),
         )
         self._sessions.pins.add(session, epoch)

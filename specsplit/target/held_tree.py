@@ -1,6 +1,6 @@
 """The tree that a target holds for one stream: nodes below the text's end, and the places of committed ones.
 
-Proposals may come late: they are walked along what was committed since their root. Knows no model and no time.
+Most nodes are the client's; the target may add some that it found itself. Proposals may come late: they are walked along what was committed since their root. Knows no model and no time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import ROOT, Proposal
-from specsplit.speculation.token_tree import ROOT_INDEX, TokenTree
+from specsplit.speculation.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 
 
 class HeldTree:
@@ -27,12 +27,14 @@ class HeldTree:
         self._max_held = max_held
         self._nodes = TokenTree()
         self._numbers: list[int] = []
-        """Each node's number in the client's messages."""
+        """Each node's number in the client's messages; UNNUMBERED if the client has not named it."""
         self._places: dict[int, int] = {}
         self._first_position = root_position
         self._committed: list[int] = []
         """The tokens behind `_first_position`."""
         self._last_number = 0
+        self._next_node = 1
+        """The next node's number in the turns of this stream."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -74,10 +76,28 @@ class HeldTree:
             return ~following if self._committed[following - self._first_position - 1] == token_id else None
         parent = ROOT_INDEX if above < 0 else above
         index = self._nodes.child_of.get((parent, token_id))
+        if index is not None and not self._numbers[index]:
+            self._numbers[index] = number  # the target found it first
         if index is None and len(self._numbers) < self._max_held:
             index = self._nodes.add(parent, token_id, log_prob)
             self._numbers.append(number)
         return index
+
+    def add(self, found: TokenTree) -> None:
+        """Add what the target found below the text's end; a node that both propose has the better estimate."""
+        if len(self._numbers) + len(found.token_ids) > self._max_held:
+            return
+        nodes, count = self._nodes, len(self._numbers)
+        for node, log_prob in zip(nodes.merge(found), found.log_probs, strict=True):
+            if node >= count or log_prob > nodes.log_probs[node]:
+                nodes.log_probs[node] = log_prob
+        self._numbers += [UNNUMBERED] * (len(nodes.token_ids) - count)
+        nodes.sum_paths()
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether nodes of the client are held."""
+        return any(self._numbers)
 
     def ranked(self, max_depth: int) -> tuple[list[int], list[float]]:
         """Return the nodes within `max_depth`, the most probable path first, and its log-probabilities.
@@ -89,10 +109,11 @@ class HeldTree:
         nodes = self._nodes.by_probability(within)
         return nodes, [paths[node] for node in nodes]
 
-    def proposal(self, nodes: Sequence[int], first_node: int) -> tuple[Proposal, list[int]]:
-        """Return these nodes, which form a tree, as a proposal numbered from `first_node`, and the client's numbers."""
+    def proposal(self, nodes: Sequence[int]) -> tuple[Proposal, list[int]]:
+        """Return these nodes, which form a tree, as the next turn's proposal, and the client's numbers for them."""
         order = self._nodes.depth_first(nodes)
-        proposal = self._nodes.proposal(order, first_node, self.root_position)
+        proposal = self._nodes.proposal(order, self._next_node, self.root_position)
+        self._next_node += len(order)
         return proposal, [self._numbers[node] for node in order]
 
     def commit(self, token_ids: Sequence[int]) -> None:

@@ -61,6 +61,10 @@ class Speculator:
             found = self._lookup.candidates(limit)
             self.tree.merge(found.nodes, found.cells)
 
+    def try_lookup(self, limit: Budget) -> None:
+        """Find out what lookup would bring here; its nodes are the target's affair."""
+        self._lookup.try_out(limit)
+
     def look_up_first(self, plan: RoundPlan) -> tuple[list[int], bool]:
         """Add lookup's nodes; in `auto`, return nodes to verify at once, without waiting for the draft.
 
@@ -291,6 +295,8 @@ class SessionLookup:
         self._longest_hit: int | None = None
         """The hit of a lookup for a plain plan, until its round has ended; None without one."""
         self._found: LookupTree | None = None
+        self._is_in_tree = True
+        """Whether what was found is in the session's tree, which learns from it."""
 
     @property
     def is_on_trial(self) -> bool:
@@ -302,8 +308,14 @@ class SessionLookup:
         assert self.index is not None, "asked only then"
         found = self.index.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
         if self._found is None:
-            self._found, self._committed = found, []
+            self._found, self._committed, self._is_in_tree = found, [], True
         return found
+
+    def try_out(self, limit: Budget) -> None:
+        """Begin a trial whose nodes nobody verifies from here, unless one is under way."""
+        if self.index is not None and self._found is None:
+            self.candidates(limit)
+            self._is_in_tree = False
 
     def pass_by(self) -> None:
         """Count a round in which lookup is not asked as one in which it finds nothing."""
@@ -341,4 +353,4 @@ class SessionLookup:
             self._committed += token_ids
             if not (waits_for_more and found.num_spelled(self._committed) == len(self._committed)):
                 self._found = None
-                self._stats.observe_lookup(found, self._committed)
+                self._stats.observe_lookup(found, self._committed, is_in_tree=self._is_in_tree)

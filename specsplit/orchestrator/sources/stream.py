@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from specsplit.core.types import Proposal, Verdict
+from dataclasses import replace
+
+from specsplit.core.types import FIRST_FOUND, ROOT, Proposal, Verdict
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
 from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.orchestrator.target_client import TargetClient, renumbered
 from specsplit.speculation.round_plan import RoundPlan
+from specsplit.speculation.token_tree import UNNUMBERED
 from specsplit.telemetry import spans
 
 
@@ -28,7 +31,9 @@ class StreamSource(TreeSource):
         """Grow nodes for the target's next steps without waiting, and return its next commit."""
         # With a commit already here, nodes below the present root would only come late: take the commit first.
         if not self._target.has_commit:
-            if plan.limit is not None:
+            if plan.limit is not None and self._target.looks_up:
+                self._speculator.try_lookup(plan.limit)
+            elif plan.limit is not None:
                 self._speculator.look_up(plan.limit)  # not trimmed here: the target verifies those worth their rows
             self._grow(plan)
         return await self._next_commit()
@@ -61,9 +66,12 @@ class StreamSource(TreeSource):
         node_of = {number: node for node, number in enumerate(tree.sent_numbers) if number}
         nodes = [node_of[number] for number in commit.verified if number in node_of]
         number_of = {tree.sent_numbers[node]: number for number, node in enumerate(nodes, 1)}
-        accepted = tuple(number_of[number] for number in commit.accepted if number in number_of)
-        verified = tuple(range(1, len(nodes) + 1))
-        return self._speculator.make_input(nodes, 1, commit=renumbered(commit, accepted, verified))
+        speculation = self._speculator.make_input(nodes, 1, commit=commit)
+        if commit.found is not None:
+            speculation = _with_found(speculation, commit.found, number_of)
+        accepted = tuple([number_of[number] for number in commit.accepted if number in number_of])
+        verified = tuple(range(1, len(speculation.depths) + 1))
+        return replace(speculation, commit=renumbered(commit, accepted, verified))
 
     # The stream takes its nodes from here; see `target_client.NodeFeed`.
 
@@ -90,6 +98,25 @@ class StreamSource(TreeSource):
         if self._speculator.background is not None:
             self._speculator.background.on_nodes = None
         await self._target.close_stream(keeps_slot=True)
+
+
+def _with_found(speculation: SpeculationInput, found: Proposal, number_of: dict[int, int]) -> SpeculationInput:
+    """Return the input with the nodes that the target found itself, and add their numbers to `number_of`."""
+    proposal, depths = speculation.proposal, [*speculation.depths]
+    parents = [*proposal.parents]
+    for number, parent in enumerate(found.parents, FIRST_FOUND):
+        above = number_of.get(parent, ROOT)
+        parents.append(above)
+        depths.append(depths[above - 1] + 1 if above else 1)
+        number_of[number] = len(parents)
+    whole = replace(
+        proposal,
+        token_ids=(*proposal.token_ids, *found.token_ids),
+        parents=tuple(parents),
+        log_probs=(*proposal.log_probs, *found.log_probs),
+    )
+    draft_numbers = [*speculation.draft_numbers, *[UNNUMBERED] * len(found)]
+    return replace(speculation, proposal=whole, depths=depths, draft_numbers=draft_numbers)
 
 
 def _span_attributes(commit: Verdict) -> dict[str, spans.Attribute]:
