@@ -309,7 +309,7 @@ def _found_numbers(found: Proposal, verified: Sequence[int]) -> tuple[int, ...]:
 
 
 def _found_path(found: Proposal, accepted: tuple[int, ...], token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the found nodes that the tokens behind the client's `accepted` nodes go through, without the bonus token."""
+    """Return the found nodes that the tokens go through behind the client's `accepted` nodes."""
     child_of = {
         (parent, token_id): number
         for number, (parent, token_id) in enumerate(zip(found.parents, found.token_ids, strict=True), FIRST_FOUND)

@@ -79,26 +79,30 @@ class TargetEngine(Engine):
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
         """Begin to verify and commit by itself, from `turn` on; the slot is pinned while the stream is open."""
         session, epoch = turn.session, turn.epoch
-        is_greedy = turn.opening is not None and turn.opening.sampling.is_greedy
         stream = TargetStream(
             self.quotas.paced(turn, self.verify),
             lambda keeps_slot: self._leave_stream(session, epoch, keeps_slot=keeps_slot),
             turn,
             limits,
-            TargetLimits(
-                context=self._model.context,
-                max_nodes=self._model.node_limit,
-                max_silence_s=self._sessions.ttl_s,
-                step_times=self._identity.step_times,
-                is_wanted=lambda: len(self._admission) > 0,
-                # Sessions come back during a step exactly where it leaves the event loop free.
-                is_device_apart=self._work.scheduler.budget.expects_company,
-                lookup=self._lookups[is_greedy],
-                text=self._sessions.text_of(session)[: turn.base_length] if limits.lookup_branching else (),
-            ),
+            self.limits_of_stream(turn),
         )
         self._sessions.pins.add(session, epoch)
         return stream
+
+    def limits_of_stream(self, turn: Turn) -> TargetLimits:
+        """Return what bounds a stream that begins with `turn`, and what is known for it."""
+        is_greedy = turn.opening is not None and turn.opening.sampling.is_greedy
+        return TargetLimits(
+            context=self._model.context,
+            max_nodes=self._model.node_limit,
+            max_silence_s=self._sessions.ttl_s,
+            step_times=self._identity.step_times,
+            is_wanted=lambda: len(self._admission) > 0,
+            # Sessions come back during a step exactly where it leaves the event loop free.
+            is_device_apart=self._work.scheduler.budget.expects_company,
+            lookup=self._lookups[is_greedy],
+            text=lambda: self._sessions.text_of(turn.session)[: turn.base_length],
+        )
 
     async def _leave_stream(self, session: str, epoch: int, *, keeps_slot: bool) -> None:
         if not self._sessions.pins.is_held_by(session, epoch):

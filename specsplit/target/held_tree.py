@@ -1,6 +1,7 @@
 """The tree that a target holds for one stream: nodes below the text's end, and the places of committed ones.
 
-Most nodes are the client's; the target may add some that it found itself. Proposals may come late: they are walked along what was committed since their root. Knows no model and no time.
+Most nodes are the client's; the target may add some that it found itself. Proposals may come late: they are walked
+along what was committed since their root. Knows no model and no time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Streaming verification, the target's half: step after step on one session, with whatever nodes are there by then.
 
 Stands on any Verifier, whose contract it keeps like every client: one epoch, rounds that rise. Nodes that the client
-pushes are held, and those that the text itself suggests; a step takes those worth verifying below the text's end. Its commit goes out as soon as the next step
-has begun, or has to wait.
+pushes are held, and so are those that the text itself suggests; a step takes those worth verifying below the text's
+end. Its commit goes out as soon as the next step has begun, or has to wait.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class TargetLimits:
     """Whether the event loop is free while a forward runs."""
     lookup: LookupKnowledge | None = None
     """What lookup is worth; None for a target that looks up nothing."""
-    text: Sequence[int] = ()
-    """The tokens that the session holds before the stream's first turn."""
+    text: Callable[[], Sequence[int]] = tuple[int, ...]
+    """Returns the tokens that the session holds before the stream's first turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class TargetStream:
         self._scheduler = StreamScheduler(target.step_times, self._bounds.max_nodes)
         self._lookup: StreamLookup | None = None
         if limits.lookup_branching and target.lookup is not None:
-            token_ids = [*target.text, *turn.tail]
+            token_ids = [*target.text(), *turn.tail]
             self._lookup = StreamLookup(target.lookup, token_ids, limits.lookup_branching, opening.eos_ids)
         self._client, self._outbox = _Client(), _Outbox(is_device_apart=target.is_device_apart)
         self._is_closed = False

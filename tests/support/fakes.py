@@ -198,6 +198,7 @@ class FakeTarget(_FakeWorker):
     """A Verifier; with `trim` it scores only the first nodes of a larger tree."""
 
     min_tail = 1
+    next_token = staticmethod(next_token)
 
     def __init__(
         self,
@@ -268,7 +269,7 @@ class FakeTarget(_FakeWorker):
         at, accepted, token_ids, emitted = -1, [], [], []
         opening, top = slot.opening, slot.opening.top_logprobs
         while True:
-            pick = next_token(opening, slot.hashes[-1], slot.ids)
+            pick = self.next_token(opening, slot.hashes[-1], slot.ids)
             if top is not None:
                 values = log_probs(slot.hashes[-1], slot.ids, opening.sampling.logit_bias)
                 emitted.append(token_log_prob(values, pick, top))
