@@ -23,8 +23,6 @@ PROTOCOL_VERSION = 2
 """Version of the messages between processes; processes of different versions refuse each other."""
 ROOT = 0
 """The parent of a root's children in every message."""
-FIRST_FOUND = 1 << 31
-"""The first number of the nodes that a streaming target adds to a tree itself; its client's numbers are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +159,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("max_new_nodes", "max_depth", "max_branching"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 @record
@@ -271,11 +268,9 @@ class StreamLimits:
     """Children of one node among those that the target finds in the text itself; 0 if it is to find none."""
 
     def __post_init__(self) -> None:
-        if self.lookup_branching < 0:
-            raise InvalidRequest("lookup_branching must not be negative.", param="lookup_branching")
         for name in ("max_nodes", "max_depth", "max_unacknowledged"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.lookup_branching >= 0, "lookup_branching", self.lookup_branching, "at least 0")
 
 
 @record
@@ -300,14 +295,10 @@ class Identity:
     model: str
     vocab_size: int
     vocab_hash: str
-    context: int
-    """Tokens that one session may hold."""
-    max_nodes: int
-    """Nodes of the largest tree it takes, or offers."""
-    tokenizer_hash: str = ""
-    """Hash of the tokenizer's files; empty if there are none."""
-    weights_hash: str = ""
-    """Hash of names, sizes and samples of the weight files."""
+    context: int  # tokens that one session may hold
+    max_nodes: int  # of the largest tree it takes, or offers
+    tokenizer_hash: str = ""  # of the tokenizer's files; empty if there are none
+    weights_hash: str = ""  # of names, sizes and samples of the weight files
     protocol_version: int = PROTOCOL_VERSION
     dtype: str = "fp32"
     device: str = "cpu"
@@ -323,8 +314,7 @@ class Identity:
     kv_bytes: int = 0
     """Bytes that the KV cache may take, if they are why the context is not longer; else 0."""
     model_revision: str = ""  # commit of the hub that the model's files are of; empty if they are not from there
-    looks_up: bool = False
-    """Whether a stream can have it look up nodes in the text itself."""
+    looks_up: bool = False  # whether a stream can have it look up nodes in the text itself
 
 
 @dataclass(frozen=True, slots=True)

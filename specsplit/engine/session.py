@@ -320,15 +320,9 @@ class SessionTable:
         if key in self._sessions:
             self.idle.abandoned_s.setdefault(key, self._now())
 
-    def params_of(self, key: str) -> SessionParams | None:
-        """Return the parameters of a session; None if it is unknown or has not begun."""
-        session = self._sessions.get(key)
-        return session.sampler.params if session is not None and session.sampler is not None else None
-
-    def text_of(self, key: str) -> Sequence[int]:
-        """Return the tokens that a session holds."""
-        session = self._sessions.get(key)
-        return session.ids if session is not None else ()
+    def find(self, key: str) -> WorkerSession | None:
+        """Return a session; None if it is unknown."""
+        return self._sessions.get(key)
 
     def leave(self, session: WorkerSession) -> None:
         """Let a session expire or be evicted from now on, unless it is pinned."""
@@ -396,3 +390,9 @@ class SessionTable:
         self.seniority.end(session.key)
         self.idle.abandoned_s.pop(session.key, None)
         session.kept = None
+
+
+def session_params(sessions: SessionTable, key: str) -> SessionParams | None:
+    """Return the parameters of a session; None if it is unknown or has not begun."""
+    session = sessions.find(key)
+    return session.sampler.params if session is not None and session.sampler is not None else None

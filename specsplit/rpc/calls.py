@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import (
-    FIRST_FOUND,
     ROOT,
     Budget,
     Proposal,
@@ -26,7 +25,7 @@ from specsplit.core.types import (
     Turn,
     Verdict,
 )
-from specsplit.limits import MAX_NODES, MAX_NUMBER, MAX_TAIL
+from specsplit.limits import FIRST_FOUND, MAX_NODES, MAX_NUMBER, MAX_TAIL
 from specsplit.rpc.codec import (
     decode_bias,
     decode_log_probs,
@@ -247,22 +246,17 @@ def decode_open(message: target_pb2.VerifyStreamRequest) -> tuple[Turn, StreamLi
 
 def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifyStreamResponse:
     """Return the message of a commit."""
-    accepted, verified, found = verdict.accepted, verdict.verified, verdict.found
-    if found is not None:
-        accepted, verified = (
-            [number for number in numbers if number < FIRST_FOUND] for numbers in (accepted, verified)
-        )
     commit = target_pb2.Commit(
-        accepted=accepted,
+        accepted=filter(FIRST_FOUND.__gt__, verdict.accepted),
         token_ids=verdict.token_ids,
         length=verdict.length,
-        verified=verified,
+        verified=filter(FIRST_FOUND.__gt__, verdict.verified),
         telemetry=encode_telemetry(verdict.timings, span_id),
         revision=verdict.revision,
         log_probs=[token.log_prob for token in verdict.log_probs],
         top_log_probs=encode_top(verdict.log_probs),
         num_reused=verdict.num_reused,
-        found=encode_tree(found) if found is not None else None,
+        found=encode_tree(verdict.found) if verdict.found is not None else None,
     )
     return target_pb2.VerifyStreamResponse(commit=commit)
 

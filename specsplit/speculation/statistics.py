@@ -129,14 +129,8 @@ class SpeculationStats:
             predictor, is_own = self._learned.predictors[decision.has_draft], mode == decision.mode
             predictor.observe_round(decision.rated_mode, predicted_s, seconds, is_own=is_own)
 
-    def observe_lookup(self, found: LookupTree, token_ids: Sequence[int], *, is_in_tree: bool = True) -> None:
-        """Count what a plain round with lookup's nodes would have gained here, whatever was run.
-
-        What is in a session's tree is judged with it.
-        """
-        if not is_in_tree:
-            judged = found.nodes.tested(token_ids)
-            self.acceptance.observe([(found.cells[node], is_right) for node, is_right in judged])
+    def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
+        """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
         times, verify = self.times, self.times.verify
         if not self.plans or verify is None:
             return
@@ -218,7 +212,6 @@ class SpeculationStats:
     def _profiles(self, modes: Sequence[RoundMode], costs: Costs, *, has_draft: bool) -> dict[RoundMode, Profile]:
         """Return the acceptance that each mode is planned with; a draft that was never asked has none."""
         if not has_draft:
-            # Lookup's nodes come late to a stream whose target does not look up, which nearby costs more than the way.
             is_far = costs.round_trip_s > DRAFTLESS_STREAM_GAP * costs.verify.seconds(costs.num_sessions)
             return dict.fromkeys(modes, _NO_TREES) if is_far or self.lookup_share.serves_streams else {}
         if costs.draft is None or not self.times.num_proposals:

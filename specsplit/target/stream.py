@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SlotBehind, StaleEpoch, StaleRound
-from specsplit.core.types import FIRST_FOUND, ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
+from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.engine.cancellation import to_its_end
-from specsplit.limits import MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
+from specsplit.limits import FIRST_FOUND, MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
 from specsplit.target.held_tree import HeldTree
 from specsplit.target.stream_lookup import LookupKnowledge, StreamLookup
 from specsplit.target.stream_scheduler import StreamScheduler
@@ -46,7 +46,7 @@ class TargetLimits:
     is_device_apart: bool = False
     """Whether the event loop is free while a forward runs."""
     lookup: LookupKnowledge | None = None
-    """What lookup is worth; None for a target that looks up nothing."""
+    """The worth of lookup; None for a target that looks up nothing."""
     text: Callable[[], Sequence[int]] = tuple[int, ...]
     """Returns the tokens that the session holds before the stream's first turn."""
 

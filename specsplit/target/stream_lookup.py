@@ -21,7 +21,7 @@ _PIECE_TOKENS = 256
 
 
 class LookupKnowledge:
-    """What the streams of a target that pick tokens alike, greedily or sampled, know of lookup's worth."""
+    """The worth of lookup, as a target's streams that pick tokens alike have learned it together."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
@@ -38,7 +38,7 @@ class StreamLookup:
         self._index = LookupIndex(eos_ids=eos_ids)
         self._unread = list(token_ids[-_MAX_TOKENS:])
         self._found: LookupTree | None = None
-        """What was found at the text's end; None if nobody looked."""
+        """The tree that was found at the text's end; None if nobody looked."""
         self._longest_hit = 0
 
     def read_beside(self, loop: asyncio.AbstractEventLoop) -> None:

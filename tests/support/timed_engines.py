@@ -41,7 +41,7 @@ class TimedTargetEngine:
             if not keeps_slot:
                 await self.close(turn.session)
 
-        known = self._engine.limits_of_stream(turn)
+        known = self._engine.streams.limits_of(turn)
         allowed = TargetLimits(known.context, known.max_nodes, lookup=known.lookup, text=known.text)
         return DelayedStream(
             lambda: TargetStream(self._step, leave, turn, limits, allowed),

@@ -11,7 +11,6 @@ from specsplit.core.defaults import Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.tree import parent_indices
 from specsplit.core.types import (
-    FIRST_FOUND,
     ROOT,
     Proposal,
     SamplingParams,
@@ -21,6 +20,7 @@ from specsplit.core.types import (
     Turn,
     Verdict,
 )
+from specsplit.limits import FIRST_FOUND
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
 from specsplit.rpc import calls

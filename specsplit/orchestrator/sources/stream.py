@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specsplit.core.types import FIRST_FOUND, ROOT, Proposal, Verdict
+from specsplit.core.types import ROOT, Proposal, Verdict
+from specsplit.limits import FIRST_FOUND
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
 from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.orchestrator.target_client import TargetClient, renumbered
@@ -31,8 +32,8 @@ class StreamSource(TreeSource):
         """Grow nodes for the target's next steps without waiting, and return its next commit."""
         # With a commit already here, nodes below the present root would only come late: take the commit first.
         if not self._target.has_commit:
-            if plan.limit is not None and self._target.looks_up:
-                self._speculator.try_lookup(plan.limit)
+            if plan.limit is not None and self._target.limits.lookup_branching:
+                self._speculator.lookup.try_out(plan.limit)  # its nodes are the target's affair
             elif plan.limit is not None:
                 self._speculator.look_up(plan.limit)  # not trimmed here: the target verifies those worth their rows
             self._grow(plan)

@@ -289,7 +289,7 @@ class Commit(_message.Message):
     def top_log_probs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]: ...
     @_builtins.property
     def found(self) -> _common_pb2.Tree:
-        """Nodes that were verified besides: the target looked them up. They are numbered from 2^31."""
+        """Nodes that were verified besides: the target looked them up. They are numbered from 2^31 + 1."""
 
     def __init__(
         self,
