@@ -227,8 +227,7 @@ class FakeTarget(_FakeWorker):
             raise InvalidRequest("the tree is numbered or placed wrongly", param="proposal")
         slot.highest_node = proposal.first_node + len(proposal) - 1
         self.proposals.append(proposal)
-        keep = min(_common_length(slot, turn), length - 1)
-        slot.truncate(keep)
+        slot.truncate(keep := min(_common_length(slot, turn), length - 1))
         slot.extend(turn.tail[keep - turn.base_length :])
         self.num_tokens += length - keep + len(proposal.token_ids[: self.trim])
         slot.answer = verdict = self._walk(slot, proposal, parents)
