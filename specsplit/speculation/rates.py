@@ -303,10 +303,10 @@ class RatePredictor:
     def predict(self, current: RatedMode | None, mode: RatedMode, predicted: float) -> float:
         """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
         corrected = predicted * self._all_rounds.factor(mode)
-        # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. One never tried is
-        # expected to gain from lookup what the other modes do if the target looks up itself, or has nothing else.
-        is_served = self._lookup_share.serves_streams or not self._has_draft
-        if mode in ("stream", "bare stream") and (self._all_rounds.is_tried(mode) or not is_served):
+        # Unless the target looks up itself, lookup takes over no round of a stream, which is known by its own rounds
+        # alone. Without a draft it has nothing else: one never tried is expected to gain what the other modes do.
+        is_apart = not self._lookup_share.serves_streams and mode in ("stream", "bare stream")
+        if is_apart and (self._has_draft or self._all_rounds.is_tried(mode)):
             return corrected
         with_lookup = self._lookup_share.tokens_per_s(self.predict_without_lookup(mode, predicted))
         if mode != current:

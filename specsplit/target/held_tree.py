@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import ROOT, Proposal
+from specsplit.limits import MAX_NUMBER
 from specsplit.speculation.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 
 
@@ -44,7 +45,8 @@ class HeldTree:
         """Add a proposal's nodes and return how many of them hang below the text's end.
 
         Raises:
-            InvalidRequest: its root is not on this stream's text, its numbers do not rise, or its arrays differ.
+            InvalidRequest: its root is not on this stream's text, its numbers do not rise or are too large, or its
+                arrays differ.
         """
         if not len(proposal) == len(proposal.parents) == len(proposal.log_probs):
             raise InvalidRequest("The token tree's arrays differ in length.", param="proposal")
@@ -56,6 +58,8 @@ class HeldTree:
             )
         if len(proposal) and proposal.first_node <= self._last_number:
             raise InvalidRequest(f"Node {proposal.first_node} was proposed before in this stream.", param="first_node")
+        if proposal.first_node + len(proposal) - 1 > MAX_NUMBER:
+            raise InvalidRequest(f"Nodes of a stream are numbered up to {MAX_NUMBER}.", param="first_node")
         # A node may be named again and again without taking room in the tree, so the names have a limit of their own.
         if len(self._places) + len(proposal) > 4 * self._max_held:
             raise InvalidRequest("The stream has named more nodes than it may without going on.", param="proposal")

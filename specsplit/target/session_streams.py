@@ -13,7 +13,7 @@ from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import SessionTable
 from specsplit.model.loader import LoadedModel
 from specsplit.target.stream import TargetLimits, TargetStream, Verify
-from specsplit.target.stream_lookup import LookupKnowledge
+from specsplit.target.stream_lookup import MAX_TOKENS, LookupKnowledge
 
 
 class SessionStreams:
@@ -54,7 +54,8 @@ class SessionStreams:
 
         def text() -> Sequence[int]:
             session = self._sessions.find(turn.session)
-            return session.ids[: turn.base_length] if session is not None else ()
+            held, end = session.ids if session is not None else (), turn.base_length
+            return held[max(end - MAX_TOKENS, 0) : end]
 
         return TargetLimits(
             context=self._model.context,

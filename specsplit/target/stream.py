@@ -19,7 +19,7 @@ from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, pr
 from specsplit.engine.cancellation import to_its_end
 from specsplit.limits import FIRST_FOUND, MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
 from specsplit.target.held_tree import HeldTree
-from specsplit.target.stream_lookup import LookupKnowledge, StreamLookup
+from specsplit.target.stream_lookup import MAX_TOKENS, LookupKnowledge, StreamLookup
 from specsplit.target.stream_scheduler import StreamScheduler
 
 _EARNED_S = 0.5
@@ -48,7 +48,7 @@ class TargetLimits:
     lookup: LookupKnowledge | None = None
     """The worth of lookup; None for a target that looks up nothing."""
     text: Callable[[], Sequence[int]] = tuple[int, ...]
-    """Returns the tokens that the session holds before the stream's first turn."""
+    """Returns the tokens that the session holds before the stream's first turn, of many the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class TargetStream:
         self._scheduler = StreamScheduler(target.step_times, self._bounds.max_nodes)
         self._lookup: StreamLookup | None = None
         if limits.lookup_branching and target.lookup is not None:
-            token_ids = [*target.text(), *turn.tail]
+            token_ids = [*target.text(), *turn.tail[-MAX_TOKENS:]]
             self._lookup = StreamLookup(target.lookup, token_ids, limits.lookup_branching, opening.eos_ids)
         self._client, self._outbox = _Client(), _Outbox(is_device_apart=target.is_device_apart)
         self._is_closed = False
@@ -168,6 +168,8 @@ class TargetStream:
 
     async def _ended(self, *, keeps_slot: bool) -> None:
         await asyncio.wait({self._task})
+        if self._lookup is not None:
+            self._lookup.close()
         # A later epoch took the session over, or it was preempted and comes back: its slot, or its place in the queue,
         # is not ours to free.
         error = None if self._task.cancelled() else self._task.exception()
@@ -183,8 +185,6 @@ class TargetStream:
         while True:
             proposal, numbers = self._next_tree()
             self._outbox.send_beside(self._loop)
-            if self._lookup is not None:
-                self._loop.call_soon(self._lookup.read_beside, self._loop)
             # Messages that arrive meanwhile go into the tree, and are walked along the commit where they are late.
             verdict = await self._verify(turn, proposal)
             now_s = self._loop.time()
@@ -221,10 +221,9 @@ class TargetStream:
         self._client.unacknowledged.append(tree.root_position)
         if not tree.is_fed:
             self._scheduler.miss(tree.root_position, self._loop.time())
-        commit = _in_client_numbers(verdict, proposal, numbers)
-        self._outbox.add(commit)
+        self._outbox.add(_in_client_numbers(verdict, proposal, numbers))
         if lookup is not None:
-            lookup.commit(verdict.token_ids, sum(number >= FIRST_FOUND for number in commit.accepted))
+            lookup.commit(verdict.token_ids)
             max_depth = min(self._bounds.max_depth, self._room)
             found = lookup.find(self._bounds.max_nodes, max_depth) if max_depth > 0 else None
             if found is not None:

@@ -169,11 +169,9 @@ def test_a_node_that_both_propose_has_the_clients_number() -> None:
 
 def test_a_long_text_is_read_in_pieces_and_only_then_looked_up() -> None:
     async def main() -> list[int]:
-        loop = asyncio.get_running_loop()
         lookup = StreamLookup(LookupKnowledge(), PROMPT * 60, branching=2)
         assert lookup.find(8, 8) is None
-        lookup.read_beside(loop)
-        lookup.commit([0, 1], 0)
+        lookup.commit([0, 1])
         assert lookup.find(8, 8) is None
         for _ in range(10):
             await asyncio.sleep(0)
@@ -184,15 +182,73 @@ def test_a_long_text_is_read_in_pieces_and_only_then_looked_up() -> None:
     assert run_virtual(main) == [2, 3, 4]
 
 
+def test_of_many_texts_one_piece_is_read_in_each_turn_and_none_of_a_closed_stream() -> None:
+    async def main() -> list[int]:
+        knowledge, pieces = LookupKnowledge(), list[int]()
+
+        class Watched(StreamLookup):
+            def read_piece(self) -> bool:
+                pieces[-1] += 1
+                return super().read_piece()
+
+        lookups = [Watched(knowledge, PROMPT * 100, branching=2) for _ in range(5)]
+        pieces.append(0)
+        for lookup in lookups:
+            lookup.commit([0])
+        for turn in range(100):
+            pieces.append(0)
+            await asyncio.sleep(0)
+            if turn == 2:
+                for lookup in lookups[1:]:
+                    lookup.close()
+        return pieces
+
+    pieces = run_virtual(main)
+    assert pieces[0] == 5, "each stream's first piece comes with its first commit"
+    assert max(pieces[1:]) == 1
+    assert sum(pieces) < 5 + 8 + 4 + 3, "the first stream has nine pieces; those of the others are not read any more"
+
+
 def test_what_never_comes_true_is_hardly_looked_up_any_more() -> None:
     lookup, num_found = StreamLookup(LookupKnowledge(), (), branching=2), 0
     for number in range(400):
         # Every second token has occurred before, with another one behind it.
-        lookup.commit([1, 2 + number], 0)
-        lookup.commit([1], 0)
-        found = lookup.find(8, 8)
-        num_found += found is not None
+        lookup.commit([1, 2 + number])
+        lookup.commit([1])
+        num_found += lookup.find(8, 8) is not None
     assert 20 < num_found < 60
+
+
+def test_nodes_that_the_client_names_as_well_tell_nothing_against_lookup() -> None:
+    async def main() -> list[int]:
+        stream, num_found = stream_of(Periodic(), max_unacknowledged=1, max_tokens=600), list[int]()
+        at, number = len(PROMPT), 1
+        while (commit := await stream.next_commit()) is not None:
+            num_found.append(len(commit.found or ()))
+            at = commit.length
+            if len(num_found) > 40:  # by then the client's nodes have come for a while
+                stream.propose(Proposal(number, at), is_more_coming=False)
+                continue
+            tokens = tuple((at + 1 + offset) % PERIOD for offset in range(8))
+            parents = (ROOT, *range(number, number + 7))
+            stream.propose(Proposal(number, at, tokens, parents, (-0.1,) * 8), is_more_coming=False)
+            number += 8
+        await stream.close()
+        return num_found
+
+    num_found = run_virtual(main)
+    assert min(num_found[42:-2]) > 0
+
+
+def test_a_number_that_is_the_targets_own_is_refused() -> None:
+    async def main() -> None:
+        stream = stream_of(Periodic(), max_unacknowledged=1)
+        await stream.next_commit()
+        with pytest.raises(InvalidRequest, match="numbered up to"):
+            stream.propose(Proposal(FIRST_FOUND, len(PROMPT), (1,), (ROOT,), (-1.0,)), is_more_coming=False)
+        await stream.close()
+
+    run_virtual(main)
 
 
 def serve(mode: Mode, round_trip_s: float, *, looks_up: bool, lookup: bool = True, draft: bool = False) -> Result:
@@ -220,7 +276,7 @@ def test_lookup_in_a_stream_pays_for_no_round_trip(round_trip_s: float, draft: b
     result = serve("auto", round_trip_s, looks_up=True, draft=draft)
     assert result.token_ids == plain.token_ids
     if round_trip_s:
-        assert result.rounds_by_mode == {"stream": result.num_rounds}
+        assert set(result.rounds_by_mode) <= {"stream", "lookup"}
     assert result.timings.decode_s < plain.timings.decode_s / 4 + 4 * round_trip_s
     counts = result.speculative_decoding
     assert counts.num_accepted_draft_tokens > 100

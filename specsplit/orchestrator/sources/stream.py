@@ -37,7 +37,9 @@ class StreamSource(TreeSource):
             elif plan.limit is not None:
                 self._speculator.look_up(plan.limit)  # not trimmed here: the target verifies those worth their rows
             self._grow(plan)
-        return await self._next_commit()
+        speculation = await self._next_commit()
+        is_looked_up = plan.decision is not None and 2 * speculation.num_found > len(speculation.depths)
+        return replace(speculation, is_looked_up=True) if is_looked_up else speculation
 
     def _grow(self, plan: RoundPlan) -> None:
         """Have the draft grow the tree in the background; every answer is sent to the target as it comes."""
@@ -117,7 +119,7 @@ def _with_found(speculation: SpeculationInput, found: Proposal, number_of: dict[
         log_probs=(*proposal.log_probs, *found.log_probs),
     )
     draft_numbers = [*speculation.draft_numbers, *[UNNUMBERED] * len(found)]
-    return replace(speculation, proposal=whole, depths=depths, draft_numbers=draft_numbers)
+    return replace(speculation, proposal=whole, depths=depths, draft_numbers=draft_numbers, num_found=len(found))
 
 
 def _span_attributes(commit: Verdict) -> dict[str, spans.Attribute]:
