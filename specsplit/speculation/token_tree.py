@@ -305,10 +305,10 @@ class SpeculationTree:
             chosen = nodes.by_probability(chosen)[:count]
         return nodes.depth_first(chosen)
 
-    def take_unsent(self, first_node: int) -> Proposal:
+    def take_unsent(self, first_node: int, *, drafted_only: bool = False) -> Proposal:
         """Return the nodes that the stream to the target lacks; from now on they are numbered from `first_node`."""
-        nodes, sent = self.nodes, self.sent_numbers
-        unsent = [node for node, number in enumerate(sent) if not number]
+        nodes, sent, drafted = self.nodes, self.sent_numbers, self.drafted.numbers
+        unsent = [node for node, number in enumerate(sent) if not number and (drafted[node] or not drafted_only)]
         for number, node in enumerate(unsent, first_node):
             sent[node] = number
         parents = [nodes.parents[node] for node in unsent]

@@ -6,12 +6,15 @@ along what was committed since their root. Knows no model and no time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import ROOT, Proposal
 from specsplit.limits import MAX_NUMBER
+from specsplit.speculation.acceptance import Acceptance
+from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
+from specsplit.target.stream_lookup import LookupKnowledge
 
 
 class HeldTree:
@@ -24,12 +27,15 @@ class HeldTree:
         places                     ~first ............... ~root   0, 1, 2, ...
     """
 
-    def __init__(self, root_position: int, max_held: int) -> None:
+    def __init__(self, root_position: int, max_held: int, lookup: LookupKnowledge | None = None) -> None:
         self.root_position = root_position
-        self._max_held = max_held
+        self._max_held, self._lookup = max_held, lookup
         self._nodes = TokenTree()
         self._numbers: list[int] = []
         """Each node's number in the client's messages; UNNUMBERED if the client has not named it."""
+        self._cells: list[int] = []
+        """Each node's cell in lookup's calibration table; of no meaning for one that the client has named."""
+        self._is_estimated = True
         self._places: dict[int, int] = {}
         self._first_position = root_position
         self._committed: list[int] = []
@@ -81,23 +87,44 @@ class HeldTree:
             return ~following if self._committed[following - self._first_position - 1] == token_id else None
         parent = ROOT_INDEX if above < 0 else above
         index = self._nodes.child_of.get((parent, token_id))
-        if index is not None and not self._numbers[index]:
-            self._numbers[index] = number  # the target found it first
+        self._is_estimated = False
+        if index is not None and not self._numbers[index]:  # the target found it first
+            self._numbers[index], self._nodes.log_probs[index] = number, log_prob
         if index is None and len(self._numbers) < self._max_held:
             index = self._nodes.add(parent, token_id, log_prob)
             self._numbers.append(number)
+            self._cells.append(0)
         return index
 
-    def add(self, found: TokenTree) -> None:
-        """Add what the target found below the text's end; a node that both propose has the better estimate."""
-        if len(self._numbers) + len(found.token_ids) > self._max_held:
+    def add(self, found: LookupTree) -> None:
+        """Add what the target found below the text's end; a node that both propose keeps the client's estimate."""
+        if len(self._numbers) + len(found) > self._max_held:
             return
-        nodes, count = self._nodes, len(self._numbers)
-        for node, log_prob in zip(nodes.merge(found), found.log_probs, strict=True):
-            if node >= count or log_prob > nodes.log_probs[node]:
-                nodes.log_probs[node] = log_prob
-        self._numbers += [UNNUMBERED] * (len(nodes.token_ids) - count)
-        nodes.sum_paths()
+        places = self._nodes.merge(found.nodes)
+        num_new = len(self._nodes.token_ids) - len(self._numbers)
+        self._numbers += [UNNUMBERED] * num_new
+        self._cells += [0] * num_new
+        for node, cell in zip(places, found.cells, strict=True):
+            self._cells[node] = cell
+        self._is_estimated = False
+
+    def _estimate(self) -> None:
+        """Estimate the nodes that the client has not named, by what it proposes beside them."""
+        estimates = self._nodes.log_probs
+        for node, acceptance in self._unnamed():
+            estimates[node] = acceptance.log_probs[self._cells[node]]
+        self._nodes.sum_paths()
+        self._is_estimated = True
+
+    def _unnamed(self) -> Iterator[tuple[int, Acceptance]]:
+        """Yield each node that the client has not named, and where its acceptance is counted."""
+        if self._lookup is None:
+            return
+        parents, alone, opposed = self._nodes.parents, self._lookup.alone, self._lookup.opposed
+        contested = {parents[node] for node, number in enumerate(self._numbers) if number}
+        for node, number in enumerate(self._numbers):
+            if not number:
+                yield node, opposed if parents[node] in contested else alone
 
     @property
     def is_fed(self) -> bool:
@@ -109,6 +136,8 @@ class HeldTree:
 
         Every prefix of them is a tree.
         """
+        if not self._is_estimated:
+            self._estimate()
         paths = self._nodes.path_log_probs
         within = [node for node, depth in enumerate(self._nodes.depths) if depth <= max_depth]
         nodes = self._nodes.by_probability(within)
@@ -123,6 +152,10 @@ class HeldTree:
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Go on behind `token_ids`: what hangs below the last of them stays, everything else is dropped."""
+        decided = dict(self._nodes.tested(token_ids))
+        for node, acceptance in self._unnamed():
+            if node in decided:
+                acceptance.observe(((self._cells[node], decided[node]),))
         # Nodes on the path become committed tokens, nodes below its end move up, all others lose their place.
         path = self._nodes.walk(token_ids)
         old: list[int] = []
@@ -130,7 +163,8 @@ class HeldTree:
             self._nodes, old = self._nodes.below(path[-1])
         else:
             self._nodes = TokenTree()
-        self._numbers = [self._numbers[node] for node in old]
+        self._numbers, self._cells = ([values[node] for node in old] for values in (self._numbers, self._cells))
+        self._is_estimated = False
         place_of = {node: index for index, node in enumerate(old)}
         place_of |= {node: ~(self.root_position + depth) for depth, node in enumerate(path, 1)}
         moved = {number: place if place < 0 else place_of.get(place) for number, place in self._places.items()}

@@ -124,7 +124,7 @@ class TargetStream:
             eos_ids=opening.eos_ids,
         )
         self._loop = asyncio.get_running_loop()
-        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES)
+        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES, target.lookup)
         self._scheduler = StreamScheduler(target.step_times, self._bounds.max_nodes)
         self._lookup: StreamLookup | None = None
         if limits.lookup_branching and target.lookup is not None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from specsplit.speculation.acceptance import Acceptance
 from specsplit.speculation.lookup import LookupIndex, LookupTree
 from specsplit.speculation.rates import LookupYield
-from specsplit.speculation.token_tree import TokenTree
 
 MAX_TOKENS = 1 << 14
 """Tokens at the end of a stream's first text that are read; the index takes some 450 bytes for each."""
@@ -27,7 +26,8 @@ class LookupKnowledge:
     """
 
     def __init__(self) -> None:
-        self.acceptance = Acceptance()
+        self.alone, self.opposed = Acceptance(), Acceptance()
+        """The acceptance of nodes where the client proposes nothing, and where it proposes other tokens."""
         self._unread: deque[StreamLookup] = deque()
 
     def read(self, lookup: StreamLookup) -> None:
@@ -71,8 +71,6 @@ class StreamLookup:
         if found is not None:
             # Whoever else named its nodes: it would have found them alone, too.
             self._yield.observe(self._longest_hit, found.num_spelled(token_ids[:-1]))
-            judged = found.nodes.tested(token_ids)
-            self._knowledge.acceptance.observe([(found.cells[node], is_right) for node, is_right in judged])
             self._found = None
         if self._unread or not self._has_begun:
             self._unread += token_ids
@@ -83,8 +81,8 @@ class StreamLookup:
             if self.read_piece():
                 self._knowledge.read(self)
 
-    def find(self, max_nodes: int, max_depth: int) -> TokenTree | None:
-        """Return likely continuations of the text, with estimates; None if there are none, or none that pay."""
+    def find(self, max_nodes: int, max_depth: int) -> LookupTree | None:
+        """Return likely continuations of the text; None if there are none, or none that pay."""
         longest_hit = self._index.longest_hit
         if self._unread or not self._yield.is_worth_asking(longest_hit):
             return None
@@ -92,9 +90,7 @@ class StreamLookup:
         if not found.cells:
             return None
         self._found, self._longest_hit = found, longest_hit
-        estimates = self._knowledge.acceptance.log_probs
-        found.nodes.log_probs = [estimates[cell] for cell in found.cells]
-        return found.nodes
+        return found
 
     def close(self) -> None:
         """Read no further."""

@@ -177,7 +177,7 @@ def test_a_long_text_is_read_in_pieces_and_only_then_looked_up() -> None:
             await asyncio.sleep(0)
         found = lookup.find(8, 8)
         assert found is not None
-        return found.token_ids[:3]
+        return found.nodes.token_ids[:3]
 
     assert run_virtual(main) == [2, 3, 4]
 

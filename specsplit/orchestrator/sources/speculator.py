@@ -43,7 +43,7 @@ class Speculator:
         self.is_concurrent = False
         """Whether the draft is at work while the target verifies."""
         self.stats = stats
-        self._history, self.lookup = history, SessionLookup(lookup, history, stats)
+        self._history, self._lookup = history, SessionLookup(lookup, history, stats)
         self._loop = asyncio.get_running_loop()
         self._is_kept: bool | None = None
         """Whether the last verdict's tokens were all in the tree; None if nothing was drafted ahead."""
@@ -57,8 +57,8 @@ class Speculator:
 
     def look_up(self, limit: Budget) -> None:
         """Add lookup's nodes to the tree."""
-        if self.lookup.index is not None:
-            found = self.lookup.candidates(limit)
+        if self._lookup.index is not None:
+            found = self._lookup.candidates(limit)
             self.tree.merge(found.nodes, found.cells)
 
     def look_up_first(self, plan: RoundPlan) -> tuple[list[int], bool]:
@@ -74,10 +74,10 @@ class Speculator:
         if decision is None:
             self.look_up(limit)
             return [], False
-        if plan.budget is not None or self.lookup.is_worth_asking():
+        if plan.budget is not None or self._lookup.is_worth_asking():
             self.look_up(limit)
         else:
-            self.lookup.pass_by()
+            self._lookup.pass_by()
             if not self.tree.cells:
                 return [], False
         tokens_per_s = decision.without_lookup
@@ -97,7 +97,7 @@ class Speculator:
     def can_rest(self) -> bool:
         """Whether a round may pass by: no nodes are there or on their way, and no trial of lookup is under way."""
         is_drafting = self.background is not None and self.background.is_running
-        return not (is_drafting or self.tree.cells or self.lookup.is_on_trial)
+        return not (is_drafting or self.tree.cells or self._lookup.is_on_trial)
 
     def wake(self) -> None:
         """Take in what was committed in rounds that rested."""
@@ -107,7 +107,7 @@ class Speculator:
             self._is_kept = None
             if self.draft is not None:
                 self.draft.scored = ()
-            self.lookup.catch_up()
+            self._lookup.catch_up()
 
     def best(self, limit: Budget, tokens_per_s: float | None) -> list[int]:
         """Return the nodes to verify; with a rate, only those that are worth their rows at it."""
@@ -200,7 +200,7 @@ class Speculator:
             stats.observe_tree(tree, token_ids)
         decision = result.plan.decision
         is_plain = decision is not None and not decision.nodes
-        self.lookup.observe(token_ids, result.num_accepted, is_plain=is_plain, waits_for_more=is_streamed)
+        self._lookup.observe(token_ids, result.num_accepted, is_plain=is_plain, waits_for_more=is_streamed)
         path = tree.nodes.walk(token_ids) if tree.cells else []
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
@@ -292,8 +292,6 @@ class SessionLookup:
         self._longest_hit: int | None = None
         """The hit of a lookup for a plain plan, until its round has ended; None without one."""
         self._found: LookupTree | None = None
-        self._is_in_tree = True
-        """Whether what was found is in the session's tree, which learns from it."""
 
     @property
     def is_on_trial(self) -> bool:
@@ -305,14 +303,8 @@ class SessionLookup:
         assert self.index is not None, "asked only then"
         found = self.index.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
         if self._found is None:
-            self._found, self._committed, self._is_in_tree = found, [], True
+            self._found, self._committed = found, []
         return found
-
-    def try_out(self, limit: Budget) -> None:
-        """Begin a trial whose nodes nobody verifies from here, unless one is under way."""
-        if self.index is not None and self._found is None:
-            self.candidates(limit)
-            self._is_in_tree = False
 
     def pass_by(self) -> None:
         """Count a round in which lookup is not asked as one in which it finds nothing."""
@@ -351,6 +343,3 @@ class SessionLookup:
             if not (waits_for_more and found.num_spelled(self._committed) == len(self._committed)):
                 self._found = None
                 self._stats.observe_lookup(found, self._committed)
-                if not self._is_in_tree:
-                    judged = found.nodes.tested(self._committed)
-                    self._stats.acceptance.observe([(found.cells[node], is_right) for node, is_right in judged])

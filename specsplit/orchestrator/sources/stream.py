@@ -32,9 +32,7 @@ class StreamSource(TreeSource):
         """Grow nodes for the target's next steps without waiting, and return its next commit."""
         # With a commit already here, nodes below the present root would only come late: take the commit first.
         if not self._target.has_commit:
-            if plan.limit is not None and self._target.limits.lookup_branching:
-                self._speculator.lookup.try_out(plan.limit)  # its nodes are the target's affair
-            elif plan.limit is not None:
+            if plan.limit is not None:
                 self._speculator.look_up(plan.limit)  # not trimmed here: the target verifies those worth their rows
             self._grow(plan)
         speculation = await self._next_commit()
@@ -82,7 +80,8 @@ class StreamSource(TreeSource):
         """Return the nodes not yet sent, numbered from `first_node`, and whether the draft is at work on more."""
         background = self._speculator.background
         is_more_coming = background is not None and background.is_growing
-        return self._speculator.tree.take_unsent(first_node), is_more_coming
+        drafted_only = self._target.limits.lookup_branching > 0  # a target that looks up itself has the others
+        return self._speculator.tree.take_unsent(first_node, drafted_only=drafted_only), is_more_coming
 
     def forget_sent(self) -> None:
         """Count all nodes as unsent: the stream begins anew."""
