@@ -90,7 +90,7 @@ class Session:
         stats.times.adopt(identity, context.draft.identity if context.draft is not None else None)
 
         contract = SessionContract("target", key, history, params, events)
-        stats.lookup_share.serves_streams = identity.looks_up
+        stats.streams_look_up = identity.looks_up
         limits = stream_limits(speculation, identity)
         self._audit = open_audit(context.verifier, contract, retrier)
         self._target = (

@@ -152,8 +152,6 @@ class LookupShare:
     """The share of a text that lookup takes over, and how quickly; means over rounds, an older one counts less."""
 
     def __init__(self) -> None:
-        self.serves_streams = False
-        """Whether a streaming target looks up itself, so that lookup serves a stream like any other round."""
         self._num_alone = self._num_taken = self._taken_s = 0.0
 
     def observe(self, num_alone: int, num_taken: int, taken_s: float) -> None:
@@ -303,10 +301,9 @@ class RatePredictor:
     def predict(self, current: RatedMode | None, mode: RatedMode, predicted: float) -> float:
         """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
         corrected = predicted * self._all_rounds.factor(mode)
-        # Unless the target looks up itself, lookup takes over no round of a stream, which is known by its own rounds
-        # alone. Without a draft it has nothing else: one never tried is expected to gain what the other modes do.
-        is_apart = not self._lookup_share.serves_streams and mode in ("stream", "bare stream")
-        if is_apart and (self._has_draft or self._all_rounds.is_tried(mode)):
+        # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has
+        # nothing but lookup's nodes: one never tried is expected to gain from them what the other modes do.
+        if mode in ("stream", "bare stream") and (self._has_draft or self._all_rounds.is_tried(mode)):
             return corrected
         with_lookup = self._lookup_share.tokens_per_s(self.predict_without_lookup(mode, predicted))
         if mode != current:

@@ -77,13 +77,15 @@ class SpeculationStats:
         self.lookup_yield = LookupYield()
         self._profile = DepthProfile(PROFILE_DEPTH, PROFILE_BRANCHING)
         self._hit_rate = FIRST_HIT_RATE
-        self.lookup_share = LookupShare()
+        self._lookup_share = LookupShare()
         self._learned = _Learned(
-            {has_draft: RatePredictor(self.lookup_share, has_draft=has_draft) for has_draft in (False, True)}
+            {has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)}
         )
         self._learned_by_load = {0: self._learned}
         """Keys are the doublings of the sessions at the target, whether they share its steps or not."""
         self._num_rounds = 0
+        self.streams_look_up = False
+        """Whether a streaming target looks up nodes itself; those that it is sent come a step late."""
         self.counts_plain = True
         """Whether a plain round that ends now is counted: of sessions that share steps, as many as one alone has."""
 
@@ -135,7 +137,7 @@ class SpeculationStats:
         if not self.plans or verify is None:
             return
         if not found.cells:
-            self.lookup_share.observe(1, 0, 0.0)
+            self._lookup_share.observe(1, 0, 0.0)
             return
         log_probs = self.acceptance.log_probs
         paths: list[float] = []
@@ -149,7 +151,7 @@ class SpeculationStats:
         plain = 1 / (verify.curve(num_sessions)[num_sessions] + beside_s)
         count = self.count_worth_verifying(ranked, plain)
         if self.predict_tokens_per_s(ranked[:count]) <= plain:
-            self.lookup_share.observe(1, 0, 0.0)
+            self._lookup_share.observe(1, 0, 0.0)
             return
         # The nodes that would be verified are those at least as likely as the last one worth its row.
         chosen = {node for node, path in enumerate(paths) if path >= ranked[count - 1]}
@@ -157,7 +159,7 @@ class SpeculationStats:
         num_taken = min(num_right + 1, len(token_ids))
         rows = count + num_sessions
         taken_s = (verify.curve(rows)[rows] + beside_s + times.tree_s) * num_taken / (num_right + 1)
-        self.lookup_share.observe(0, num_taken, taken_s)
+        self._lookup_share.observe(0, num_taken, taken_s)
 
     def decide(self, modes: tuple[RoundMode, ...], limits: Limits, *, has_draft: bool) -> Decision | None:
         """Decide anew among plain decoding and `modes`; None while no verify was measured.
@@ -213,7 +215,7 @@ class SpeculationStats:
         """Return the acceptance that each mode is planned with; a draft that was never asked has none."""
         if not has_draft:
             is_far = costs.round_trip_s > DRAFTLESS_STREAM_GAP * costs.verify.seconds(costs.num_sessions)
-            return dict.fromkeys(modes, _NO_TREES) if is_far or self.lookup_share.serves_streams else {}
+            return dict.fromkeys(modes, _NO_TREES) if is_far or self.streams_look_up else {}
         if costs.draft is None or not self.times.num_proposals:
             return {}
         drafted = self._profile.profile

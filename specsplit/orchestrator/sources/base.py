@@ -29,10 +29,7 @@ class SpeculationInput:
     is_kept: bool | None = None
     """Whether the last verdict's tokens were in the tree that was drafted ahead; None if nothing was drafted ahead."""
     is_looked_up: bool = False
-    """In `auto`, whether lookup has a part in nodes that are verified without waiting for the planned tree.
-
-    In a stream it is whether the target itself found most of the nodes.
-    """
+    """In `auto`, whether lookup has a part in nodes that are verified without waiting for the planned tree."""
     waited_device_ms: float = 0.0
     """Lower bound of the draft's device time that fell into waits for the draft."""
     num_found: int = 0

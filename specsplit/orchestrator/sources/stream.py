@@ -35,9 +35,7 @@ class StreamSource(TreeSource):
             if plan.limit is not None:
                 self._speculator.look_up(plan.limit)  # not trimmed here: the target verifies those worth their rows
             self._grow(plan)
-        speculation = await self._next_commit()
-        is_looked_up = plan.decision is not None and 2 * speculation.num_found > len(speculation.depths)
-        return replace(speculation, is_looked_up=True) if is_looked_up else speculation
+        return await self._next_commit()
 
     def _grow(self, plan: RoundPlan) -> None:
         """Have the draft grow the tree in the background; every answer is sent to the target as it comes."""
