@@ -84,8 +84,6 @@ class SpeculationStats:
         self._learned_by_load = {0: self._learned}
         """Keys are the doublings of the sessions at the target, whether they share its steps or not."""
         self._num_rounds = 0
-        self.streams_look_up = False
-        """Whether a streaming target looks up nodes itself; those that it is sent come a step late."""
         self.counts_plain = True
         """Whether a plain round that ends now is counted: of sessions that share steps, as many as one alone has."""
 
@@ -215,7 +213,7 @@ class SpeculationStats:
         """Return the acceptance that each mode is planned with; a draft that was never asked has none."""
         if not has_draft:
             is_far = costs.round_trip_s > DRAFTLESS_STREAM_GAP * costs.verify.seconds(costs.num_sessions)
-            return dict.fromkeys(modes, _NO_TREES) if is_far or self.streams_look_up else {}
+            return dict.fromkeys(modes, _NO_TREES) if is_far or self.times.streams_look_up else {}
         if costs.draft is None or not self.times.num_proposals:
             return {}
         drafted = self._profile.profile

@@ -182,7 +182,7 @@ def test_a_long_text_is_read_in_pieces_and_only_then_looked_up() -> None:
     assert run_virtual(main) == [2, 3, 4]
 
 
-def test_of_many_texts_one_piece_is_read_in_each_turn_and_none_of_a_closed_stream() -> None:
+def test_one_piece_of_all_texts_is_read_at_a_time() -> None:
     async def main() -> list[int]:
         knowledge, pieces = LookupKnowledge(), list[int]()
 

@@ -198,8 +198,7 @@ class Speculator:
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             stats.observe_tree(tree, token_ids)
-        decision = result.plan.decision
-        is_plain = decision is not None and not decision.nodes
+        is_plain = result.plan.decision is not None and not result.plan.decision.nodes
         self._lookup.observe(token_ids, result.num_accepted, is_plain=is_plain, waits_for_more=is_streamed)
         path = tree.nodes.walk(token_ids) if tree.cells else []
         is_hit = len(path) == len(token_ids)
