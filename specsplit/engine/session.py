@@ -1,6 +1,6 @@
 """The sessions of one worker: their slots, the ids in them, and the length rule, one operation for rollback and replay.
 
-Draft and target use it alike; it knows nothing of trees. Only the executor touches it, but for pins.
+Draft and target use it alike; it knows nothing of trees. Only the executor touches it, but for pins and `find`.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ class Session:
         events.key, events.request_id = key, request.request_id
         speculation, identity = context.speculation, context.identity
         mode = resolved_mode(speculation, context.modes)
+        retrier.waits_for_streams = mode != "auto"
         stats = context.target.stats(context.draft, is_greedy=request.sampling.is_greedy, plans=decides(speculation))
         stats.times.adopt(identity, context.draft.identity if context.draft is not None else None)
 

@@ -73,7 +73,7 @@ class RoundPlanner:
         max_nodes: int,
     ) -> None:
         self._mode: Mode = mode
-        self._modes = {True: tuple(modes), False: draftless(modes)}
+        self._modes: dict[bool, tuple[RoundMode, ...]] = {True: tuple(modes), False: draftless(modes)}
         self._stats = stats
         self._end = end
         bounds = speculation.bounds
@@ -112,6 +112,12 @@ class RoundPlanner:
                 room = min(room, draft_room)
         self._is_streaming = plan.mode == "stream"
         return plan if plan.limit is None or plan.limit.max_depth <= room else _cut_plan(plan, room)
+
+    def leave_streams(self) -> None:
+        """Plan no streams from now on."""
+        for has_draft, modes in list(self._modes.items()):
+            self._modes[has_draft] = tuple([mode for mode in modes if mode != "stream"])
+        self._is_streaming = False
 
     def _plan_auto(self, *, has_draft: bool) -> RoundPlan:
         self._num_rounds += 1

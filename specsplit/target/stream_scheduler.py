@@ -16,7 +16,7 @@ from specsplit.speculation.step_times import RunningMedian, StepTimes
 
 @dataclass(slots=True)
 class _Miss:
-    """A commit below which no node was held, and the nodes that came for it later."""
+    """A commit below which no node of the client was held, and the nodes that came for it later."""
 
     committed_s: float
     path_log_probs: list[float] = field(default_factory=list[float])
@@ -51,7 +51,7 @@ class StreamScheduler:
             self._tokens_per_s = _mean(self._tokens_per_s, num_tokens / elapsed_s)
 
     def miss(self, position: int, now_s: float) -> None:
-        """Record that no node is held below the commit that ends at `position`."""
+        """Record that no node of the client is held below the commit that ends at `position`."""
         self._misses[position] = _Miss(now_s)
 
     def answer(self, position: int, now_s: float, path_log_probs: Sequence[float]) -> None:

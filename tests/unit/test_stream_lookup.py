@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, Overloaded
 from specsplit.core.tree import parent_indices
 from specsplit.core.types import (
     ROOT,
@@ -251,8 +251,16 @@ def test_a_number_that_is_the_targets_own_is_refused() -> None:
     run_virtual(main)
 
 
-def serve(mode: Mode, round_trip_s: float, *, looks_up: bool, lookup: bool = True, draft: bool = False) -> Result:
-    target = RepeatingTarget(Diary(), lambda rows: STEP_S, round_trip_s, LookupKnowledge() if looks_up else None)
+def serve(
+    mode: Mode,
+    round_trip_s: float,
+    *,
+    looks_up: bool,
+    lookup: bool = True,
+    draft: bool = False,
+    target_type: type[RepeatingTarget] = RepeatingTarget,
+) -> Result:
+    target = target_type(Diary(), lambda rows: STEP_S, round_trip_s, LookupKnowledge() if looks_up else None)
     drafter = TimedDraft(Diary(), 0.002, good_guess) if draft else None
 
     async def main() -> Result:
@@ -298,6 +306,38 @@ def test_without_lookup_a_target_next_door_still_goes_on_by_itself() -> None:
     result = serve("auto", 0.001, looks_up=True, lookup=False)
     assert result.rounds_by_mode == {"stream": result.num_rounds}
     assert result.speculative_decoding.num_draft_tokens == 0
+
+
+class RefusedStream:
+    """A stream of a caller who has as many open as one may have."""
+
+    is_ready = False
+
+    def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
+        pass
+
+    async def next_commit(self) -> Verdict | None:
+        raise Overloaded("This caller has 1 streams open, as many as one may have.", 5.0, "streams")
+
+    async def close(self, *, keeps_slot: bool = False) -> None:
+        pass
+
+
+class RefusingTarget(RepeatingTarget):
+    """A target that opens no stream for this caller."""
+
+    def open_stream(self, turn: Turn, limits: StreamLimits) -> RefusedStream:  # type: ignore[override]
+        return RefusedStream()
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["alone", "with a draft"])
+def test_auto_does_without_a_stream_that_its_caller_may_not_have(draft: bool) -> None:
+    plain = serve("plain", 0.01, looks_up=True)
+    result = serve("auto", 0.01, looks_up=True, draft=draft, target_type=RefusingTarget)
+    assert result.token_ids == plain.token_ids
+    assert "stream" not in result.rounds_by_mode
+    assert result.timings.decode_s < plain.timings.decode_s
+    assert not result.degraded
 
 
 def found_commit() -> Verdict:
