@@ -45,6 +45,8 @@ MAX_NODES = 4096
 """Nodes of a tree, numbers of verified nodes, and each limit of a budget or a stream; a worker's own is tighter."""
 MAX_NUMBER = 1 << 31
 """Largest number of a node that a client may say it knows."""
+FIRST_FOUND = MAX_NUMBER + 1
+"""The number of the first of those nodes that a streaming target adds to a tree itself."""
 MAX_DEPTH = 64
 MAX_STREAM_NODES = 1024
 """Nodes below the text's end that a streaming target holds at most; it drops the rest, and nobody sends them again."""

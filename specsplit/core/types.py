@@ -159,8 +159,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("max_new_nodes", "max_depth", "max_branching"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 @record
@@ -240,6 +239,8 @@ class Verdict:
     """One for each of `token_ids` if the session asked for them."""
     num_reused: int = field(default=0, compare=False)
     """Tokens of a session's first turn that needed no forward, since their rows were there."""
+    found: Proposal | None = None
+    """Nodes among `verified` that a streaming target found itself, numbered from FIRST_FOUND in every commit."""
 
     @property
     def bonus_token(self) -> int:
@@ -248,7 +249,7 @@ class Verdict:
     def timed(self, timings: Timings) -> Verdict:
         """Return the same verdict with other timings."""
         path = self.accepted, self.token_ids, self.length, self.verified
-        return Verdict(*path, timings, self.revision, self.log_probs, self.num_reused)
+        return Verdict(*path, timings, self.revision, self.log_probs, self.num_reused, self.found)
 
 
 @record
@@ -256,18 +257,20 @@ class StreamLimits:
     """The limits of one streaming verification: the largest tree verified at once, and how far it runs ahead.
 
     Raises:
-        InvalidRequest: a limit is below 1.
+        InvalidRequest: a limit is below 1, or below 0 where 0 turns something off.
     """
 
     max_nodes: int
     max_depth: int
     max_unacknowledged: int = 8
     """Commits that the target makes before an acknowledgement of the first of them."""
+    lookup_branching: int = 0
+    """Children of one node among those that the target finds in the text itself; 0 if it is to find none."""
 
     def __post_init__(self) -> None:
         for name in ("max_nodes", "max_depth", "max_unacknowledged"):
-            if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.", param=name)
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.lookup_branching >= 0, "lookup_branching", self.lookup_branching, "at least 0")
 
 
 @record
@@ -292,14 +295,10 @@ class Identity:
     model: str
     vocab_size: int
     vocab_hash: str
-    context: int
-    """Tokens that one session may hold."""
-    max_nodes: int
-    """Nodes of the largest tree it takes, or offers."""
-    tokenizer_hash: str = ""
-    """Hash of the tokenizer's files; empty if there are none."""
-    weights_hash: str = ""
-    """Hash of names, sizes and samples of the weight files."""
+    context: int  # tokens that one session may hold
+    max_nodes: int  # of the largest tree it takes, or offers
+    tokenizer_hash: str = ""  # of the tokenizer's files; empty if there are none
+    weights_hash: str = ""  # of names, sizes and samples of the weight files
     protocol_version: int = PROTOCOL_VERSION
     dtype: str = "fp32"
     device: str = "cpu"
@@ -315,6 +314,7 @@ class Identity:
     kv_bytes: int = 0
     """Bytes that the KV cache may take, if they are why the context is not longer; else 0."""
     model_revision: str = ""  # commit of the hub that the model's files are of; empty if they are not from there
+    looks_up: bool = False  # whether a stream can have it look up nodes in the text itself
 
 
 @dataclass(frozen=True, slots=True)

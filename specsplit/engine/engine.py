@@ -26,7 +26,7 @@ from specsplit.engine.preemption import Preemption
 from specsplit.engine.quotas import CallerQuotas
 from specsplit.engine.row_budget import KVStatistics
 from specsplit.engine.scheduler import WorkQueue
-from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable
+from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable, session_params
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.step_times import StepTimes
 from specsplit.telemetry.statistics import TreeCounts, WorkerLoad, WorkerStatistics
@@ -71,13 +71,13 @@ class Engine:
             model, ttl_s=ttl_s, grace_s=grace_s, clock=clock, on_release=on_release, on_free=self._admission.slot_freed
         )
         self._work = WorkQueue(model.runner, name=self._name, threads=model.threads, executor=executor)
-        keeps_slots = model.runner.max_pending > 1
-        self._background = BackgroundWork(self._admission, self._sessions.slots, leaves_one=keeps_slots)
+        leaves_one = model.runner.max_pending > 1
+        self._background = BackgroundWork(self._admission, self._sessions.slots, leaves_one=leaves_one)
         self._now = clock.now if clock is not None else time.monotonic
-        self.quotas = CallerQuotas(partial(kept_sessions, self._sessions), self._sessions.params_of, self._now)
-        scheduler = self._work.scheduler
+        scheduler, params_of = self._work.scheduler, partial(session_params, self._sessions)
+        self.quotas = CallerQuotas(partial(kept_sessions, self._sessions), params_of, self._now)
         scheduler.memory = Preemption(self._sessions, scheduler.running, scheduler.finish)
-        scheduler.now, scheduler.budget.prompts.params_of = self._now, self._sessions.params_of
+        scheduler.now, scheduler.budget.prompts.params_of = self._now, params_of
         self._chunk_tokens = scheduler.budget.prompts.chunk_tokens
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -266,7 +266,7 @@ def kept_sessions(sessions: SessionTable, caller: str) -> set[str]:
 
     Any thread may ask, of a moment ago.
     """
-    found = {each.key for each in list(sessions.open_sessions) if is_of(caller, sessions.params_of(each.key))}
+    found = {each.key for each in list(sessions.open_sessions) if is_of(caller, session_params(sessions, each.key))}
     kept = {key for key in found if not sessions.idle.is_evictable(key)}
     return kept | sessions.seniority.preempted_of(caller)
 

@@ -1,6 +1,6 @@
 """The sessions of one worker: their slots, the ids in them, and the length rule, one operation for rollback and replay.
 
-Draft and target use it alike; it knows nothing of trees. Only the executor touches it, but for pins.
+Draft and target use it alike; it knows nothing of trees. Only the executor touches it, but for pins and `find`.
 """
 
 from __future__ import annotations
@@ -320,10 +320,9 @@ class SessionTable:
         if key in self._sessions:
             self.idle.abandoned_s.setdefault(key, self._now())
 
-    def params_of(self, key: str) -> SessionParams | None:
-        """Return the parameters of a session; None if it is unknown or has not begun."""
-        session = self._sessions.get(key)
-        return session.sampler.params if session is not None and session.sampler is not None else None
+    def find(self, key: str) -> WorkerSession | None:
+        """Return a session; None if it is unknown."""
+        return self._sessions.get(key)
 
     def leave(self, session: WorkerSession) -> None:
         """Let a session expire or be evicted from now on, unless it is pinned."""
@@ -391,3 +390,9 @@ class SessionTable:
         self.seniority.end(session.key)
         self.idle.abandoned_s.pop(session.key, None)
         session.kept = None
+
+
+def session_params(sessions: SessionTable, key: str) -> SessionParams | None:
+    """Return the parameters of a session; None if it is unknown or has not begun."""
+    session = sessions.find(key)
+    return session.sampler.params if session is not None and session.sampler is not None else None

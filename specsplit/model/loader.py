@@ -147,6 +147,7 @@ class LoadedModel(Loaded):
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes=self.kv_bytes_per_token * self.runner.cache.row_limit if self.is_context_shortened else 0,
             model_revision=self.model_revision,
+            looks_up=self.role == "target",
         )
 
 

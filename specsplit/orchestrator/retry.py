@@ -56,6 +56,8 @@ class Retrier:
         self.is_unbounded = timeout_s is None and not policy.can_be_silent
         """Whether nothing limits an attempt."""
         self.waits_when_full = policy.waits_when_full
+        self.waits_for_streams = True
+        """Whether it waits while a caller has as many streams open as one may have; else the session does without."""
         """Whether to ask a full target again; a text that was begun is worth the wait."""
         self.num_failures = 0
         self.queue_s = 0.0
@@ -151,14 +153,14 @@ class Retrier:
         Nor does that of an attempt which lasted longer, until its target was lost, if another replica is ready.
 
         Raises:
-            Overloaded: as soon as it comes, unless it `waits_when_full`.
+            Overloaded: as soon as it comes, unless it `waits_when_full`, or where it does not wait for streams.
         """
         again, began_s = partial(send, *arguments), self._loop.time()
         end_s = self.deadline_s if self._timeout_s is not None else began_s + self.policy.retry_s
         most_s = min(self.deadline_s, max(end_s, began_s + MAX_REFUSED_S))
         pause_s = _FIRST_PAUSE_S
         while True:
-            if isinstance(error, Overloaded) and not self.waits_when_full:
+            if isinstance(error, Overloaded) and not self._waits_for(error):
                 raise error
             self.num_failures += 1
             self._events.degrade("target", reason_of(error))
@@ -189,6 +191,9 @@ class Retrier:
                 error = next_error
             if isinstance(error, ReplicaLost) and self._loop.time() - tried_s > self.policy.retry_s:
                 end_s = max(end_s, min(self._loop.time() + self.policy.retry_s, most_s))
+
+    def _waits_for(self, error: Overloaded) -> bool:
+        return self.waits_when_full and (error.limit != "streams" or self.waits_for_streams)
 
     def _given_up(self, error: SpecSplitError, tried_s: float) -> SpecSplitError:
         """Return the error to be raised, in words that say who, for how long, and why."""

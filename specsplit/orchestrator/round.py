@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specsplit.core.defaults import Mode
+from specsplit.core.errors import Overloaded
 from specsplit.core.types import Timings, TokenLogProb, Verdict
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.request import Chunk, RoundFacts, SpeculativeDecoding
@@ -122,7 +123,13 @@ class Rounds:
                 await self._source.leave()
             self._source = source
         make_input = source.next_input if number else source.first_input
-        speculation = await make_input(plan, target.next_node)
+        try:
+            speculation = await make_input(plan, target.next_node)
+        except Overloaded as error:
+            if error.limit != "streams" or self.mode != "auto":
+                raise
+            self._planner.leave_streams()  # the caller has as many open as one may have: rounds need none
+            return await self._run()
         verdict = speculation.commit  # a streaming target has verified already
         if verdict is None:
             verifying = target.verify(speculation.proposal)

@@ -86,11 +86,14 @@ class Session:
         events.key, events.request_id = key, request.request_id
         speculation, identity = context.speculation, context.identity
         mode = resolved_mode(speculation, context.modes)
+        retrier.waits_for_streams = mode != "auto"
         stats = context.target.stats(context.draft, is_greedy=request.sampling.is_greedy, plans=decides(speculation))
         stats.times.adopt(identity, context.draft.identity if context.draft is not None else None)
 
         contract = SessionContract("target", key, history, params, events)
-        limits = stream_limits(speculation, identity.max_nodes)
+        # Sampled text repeats itself less: there lookup's nodes are worth most where they are merged with the draft's.
+        may_look_up = request.sampling.is_greedy or context.draft is None
+        limits = stream_limits(speculation, identity, may_look_up=may_look_up)
         self._audit = open_audit(context.verifier, contract, retrier)
         self._target = (
             TargetClient(context.verifier, identity, contract, retrier, limits)

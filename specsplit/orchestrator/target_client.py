@@ -64,7 +64,7 @@ class TargetClient:
         self.verify_s = 0.0
         """Seconds that the last verdict took, without attempts that had none and without the wait for a slot."""
         self.targets = TargetHistory(identity)
-        self._verifier, self._retrier, self._limits = verifier, retrier, limits
+        self._verifier, self._retrier, self.limits = verifier, retrier, limits
         self._loop = asyncio.get_running_loop()
         self._token_work_s = math.inf
         """More seconds than the target needs for a token, infinity before it has answered once."""
@@ -168,7 +168,7 @@ class TargetClient:
         """
         num_raises, holds_nothing = 0, self.contract.num_held == 0
         while True:
-            num_tokens = self._limits.max_nodes + (1 if self._open is not None else len(self.contract.history))
+            num_tokens = self.limits.max_nodes + (1 if self._open is not None else len(self.contract.history))
             try:
                 verdict = await self._retrier.ask(self._read, feed, work_s=self._token_work_s * num_tokens)
                 break
@@ -225,7 +225,7 @@ class TargetClient:
             self._raise_epoch(is_reported=False)
         turn = self.contract.next_turn(time_left_s=self._retrier.max_wait_s)
         feed.forget_sent()
-        stream = self._verifier.open_stream(turn, self._limits)
+        stream = self._verifier.open_stream(turn, self.limits)
         self._open = _OpenStream(stream, feed, said=(turn.base_length + len(turn.tail) - 1, False))
 
     async def _drop_stream(self) -> None:

@@ -14,11 +14,22 @@ from typing import ParamSpec, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import ROOT, Budget, Proposal, Scores, StreamLimits, Timings, TokenLogProb, Turn, Verdict
-from specsplit.limits import MAX_NODES, MAX_NUMBER, MAX_TAIL
+from specsplit.core.types import (
+    ROOT,
+    Budget,
+    Proposal,
+    Scores,
+    StreamLimits,
+    Timings,
+    TokenLogProb,
+    Turn,
+    Verdict,
+)
+from specsplit.limits import FIRST_FOUND, MAX_NODES, MAX_NUMBER, MAX_TAIL
 from specsplit.rpc.codec import (
     decode_bias,
     decode_log_probs,
+    decode_tree,
     decode_turn,
     encode_telemetry,
     encode_top,
@@ -202,6 +213,7 @@ def encode_open(turn: Turn, limits: StreamLimits) -> target_pb2.VerifyStreamRequ
         max_nodes=limits.max_nodes,
         max_depth=limits.max_depth,
         max_unacknowledged=limits.max_unacknowledged,
+        lookup_branching=limits.lookup_branching,
     )
     return target_pb2.VerifyStreamRequest(open=opening)
 
@@ -225,25 +237,26 @@ def decode_open(message: target_pb2.VerifyStreamRequest) -> tuple[Turn, StreamLi
     """
     require(message.WhichOneof("body") == "open", "open", "A stream begins with Open.")
     opening = message.open
-    for name in ("max_nodes", "max_depth", "max_unacknowledged"):
+    for name in ("max_nodes", "max_depth", "max_unacknowledged", "lookup_branching"):
         value: int = getattr(opening, name)
         require(value <= MAX_NODES, name, f"{name} must be at most {MAX_NODES}, not {value}.")
-    limits = StreamLimits(opening.max_nodes, opening.max_depth, opening.max_unacknowledged)
+    limits = StreamLimits(opening.max_nodes, opening.max_depth, opening.max_unacknowledged, opening.lookup_branching)
     return decode_turn(opening.turn), limits
 
 
 def encode_commit(verdict: Verdict, span_id: bytes = b"") -> target_pb2.VerifyStreamResponse:
     """Return the message of a commit."""
     commit = target_pb2.Commit(
-        accepted=verdict.accepted,
+        accepted=filter(FIRST_FOUND.__gt__, verdict.accepted),
         token_ids=verdict.token_ids,
         length=verdict.length,
-        verified=verdict.verified,
+        verified=filter(FIRST_FOUND.__gt__, verdict.verified),
         telemetry=encode_telemetry(verdict.timings, span_id),
         revision=verdict.revision,
         log_probs=[token.log_prob for token in verdict.log_probs],
         top_log_probs=encode_top(verdict.log_probs),
         num_reused=verdict.num_reused,
+        found=encode_tree(verdict.found) if verdict.found is not None else None,
     )
     return target_pb2.VerifyStreamResponse(commit=commit)
 
@@ -252,11 +265,17 @@ def decode_commit(commit: target_pb2.Commit, timings: Timings, vocab_size: int =
     """Return the verdict of a commit; the client checks that it knows the nodes, and the length.
 
     Raises:
-        InvalidRequest: no bonus token, a path that does not rise, a node accepted that was not verified, or wrong
-            tokens or log-probabilities.
+        InvalidRequest: no bonus token, a path that does not rise, a node accepted that was not verified, a found node
+            that hangs nowhere, or wrong tokens or log-probabilities.
     """
-    accepted, verified = tuple(commit.accepted), tuple(commit.verified)
+    accepted, verified, found = tuple(commit.accepted), tuple(commit.verified), None
     require_at_most(MAX_NODES, verified, "verified")
+    if commit.HasField("found"):
+        found = decode_tree(commit.found)
+        verified += _found_numbers(found, verified)
+        require_at_most(MAX_NODES, verified, "verified")
+        require_tokens(found.token_ids, vocab_size, "found")
+        accepted += _found_path(found, accepted, commit.token_ids)
     require(len(commit.token_ids) == len(accepted) + 1, "token_ids", "A commit has one bonus token, always.")
     require(all(a < b for a, b in pairwise(accepted)), "accepted", "The path does not rise.")
     require(set(accepted) <= set(verified), "accepted", "The commit accepts a node that it did not verify.")
@@ -270,7 +289,33 @@ def decode_commit(commit: target_pb2.Commit, timings: Timings, vocab_size: int =
         revision=commit.revision,
         log_probs=_decode_emitted(commit, vocab_size),
         num_reused=commit.num_reused,
+        found=found,
     )
+
+
+def _found_numbers(found: Proposal, verified: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of the nodes that a target found; raises InvalidRequest if one hangs on no verified node."""
+    require(found.first_node == FIRST_FOUND, "found", f"What a target finds is numbered from {FIRST_FOUND}.")
+    numbers = range(FIRST_FOUND, FIRST_FOUND + len(found))
+    known = {ROOT, *verified, *numbers}  # that a parent comes before its node was checked
+    require(known.issuperset(found.parents), "found", "A node that the target found hangs on none that it verified.")
+    return tuple(numbers)
+
+
+def _found_path(found: Proposal, accepted: tuple[int, ...], token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the found nodes that the tokens go through behind the client's `accepted` nodes."""
+    child_of = {
+        (parent, token_id): number
+        for number, (parent, token_id) in enumerate(zip(found.parents, found.token_ids, strict=True), FIRST_FOUND)
+    }
+    at, path = accepted[-1] if accepted else ROOT, list[int]()
+    for token_id in token_ids[len(accepted) : -1]:
+        number = child_of.get((at, token_id))
+        if number is None:
+            break  # the caller counts them
+        path.append(number)
+        at = number
+    return tuple(path)
 
 
 def _decode_emitted(

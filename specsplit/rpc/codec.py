@@ -325,6 +325,7 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
         exactness=identity.exactness,
         numerics=identity.numerics,
         model_revision=identity.model_revision,
+        looks_up=identity.looks_up,
     )
 
 
@@ -363,6 +364,7 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),
         model_revision=checked_hash(message.model_revision),
+        looks_up=message.looks_up,
     )
 
 

@@ -44,7 +44,7 @@ PROBE_SHARE = 0.01
 Measured: without the time in which the draft takes in the text, a share of 0.03 cost a tenth.
 """
 DRAFTLESS_STREAM_GAP = 0.25
-"""Forwards. A draftless stream needs at least this gap between two forwards: lookup's nodes come to it a step late.
+"""Forwards. A draftless stream needs this gap at least if the target does not look up: sent nodes come a step late.
 
 Measured: without a round trip such a stream lost a tenth, from 10 ms on it gained (26 ms a forward).
 """

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, Mode
 from specsplit.core.record import record
-from specsplit.core.types import Budget, StreamLimits
+from specsplit.core.types import Budget, Identity, StreamLimits
 from specsplit.speculation.constants import (
     DECIDE_EVERY,
     EXPLORED_ROUNDS,
@@ -73,7 +73,7 @@ class RoundPlanner:
         max_nodes: int,
     ) -> None:
         self._mode: Mode = mode
-        self._modes = {True: tuple(modes), False: draftless(modes)}
+        self._modes: dict[bool, tuple[RoundMode, ...]] = {True: tuple(modes), False: draftless(modes)}
         self._stats = stats
         self._end = end
         bounds = speculation.bounds
@@ -112,6 +112,12 @@ class RoundPlanner:
                 room = min(room, draft_room)
         self._is_streaming = plan.mode == "stream"
         return plan if plan.limit is None or plan.limit.max_depth <= room else _cut_plan(plan, room)
+
+    def leave_streams(self) -> None:
+        """Plan no streams from now on."""
+        for has_draft, modes in list(self._modes.items()):
+            self._modes[has_draft] = tuple([mode for mode in modes if mode != "stream"])
+        self._is_streaming = False
 
     def _plan_auto(self, *, has_draft: bool) -> RoundPlan:
         self._num_rounds += 1
@@ -181,10 +187,12 @@ def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:
     return tuple(mode for mode in modes if mode == "stream")
 
 
-def stream_limits(speculation: Speculation, max_nodes: int) -> StreamLimits:
-    """Return the limits of a stream; within them the target verifies what it finds worth it."""
+def stream_limits(speculation: Speculation, target: Identity, *, may_look_up: bool = False) -> StreamLimits:
+    """Return the limits of a stream; within them the target verifies, and may look up, what it finds worth it."""
     bounds = speculation.bounds
-    return StreamLimits(min(bounds.max_new_nodes, max_nodes), bounds.max_depth)
+    lookup_branching = bounds.max_branching if speculation.lookup and target.looks_up and may_look_up else 0
+    max_nodes = min(bounds.max_new_nodes, target.max_nodes)
+    return StreamLimits(max_nodes, bounds.max_depth, lookup_branching=lookup_branching)
 
 
 @lru_cache(maxsize=64)

@@ -90,7 +90,7 @@ class SpeculationStats:
     def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of the tree that they go through or past."""
         # Committed tokens decide nodes that nobody verified, too: under coupled picks the target's pick there is known.
-        judged = tree.tested(token_ids)
+        judged = tree.nodes.tested(token_ids)
         cells = tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
         if tree.drafted.count and self.plans:
@@ -213,7 +213,7 @@ class SpeculationStats:
         """Return the acceptance that each mode is planned with; a draft that was never asked has none."""
         if not has_draft:
             is_far = costs.round_trip_s > DRAFTLESS_STREAM_GAP * costs.verify.seconds(costs.num_sessions)
-            return dict.fromkeys(modes, _NO_TREES) if is_far else {}
+            return dict.fromkeys(modes, _NO_TREES) if is_far or self.times.streams_look_up else {}
         if costs.draft is None or not self.times.num_proposals:
             return {}
         drafted = self._profile.profile

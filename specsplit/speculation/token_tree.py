@@ -102,6 +102,20 @@ class TokenTree:
             at = child
         return path
 
+    def tested(self, token_ids: Sequence[int]) -> list[tuple[int, bool]]:
+        """Return each node that the committed `token_ids` decide, and whether it was right.
+
+        A committed token decides every child of the node before it, verified or not: the target's pick there is known.
+        """
+        if not token_ids:
+            return []
+        path = self.walk(token_ids)
+        # Below the last committed token nothing is decided, even if the tree spells all of them.
+        above, right = {ROOT_INDEX, *path[: len(token_ids) - 1]}, set(path)
+        decided = [node for node, parent in enumerate(self.parents) if parent in above]
+        decided.sort(key=self.depths.__getitem__)
+        return [(node, node in right) for node in decided]
+
     def path_tokens(self, node: int) -> list[int]:
         """Return the token ids from below the root down to `node`."""
         path: list[int] = []
@@ -291,10 +305,10 @@ class SpeculationTree:
             chosen = nodes.by_probability(chosen)[:count]
         return nodes.depth_first(chosen)
 
-    def take_unsent(self, first_node: int) -> Proposal:
+    def take_unsent(self, first_node: int, *, drafted_only: bool = False) -> Proposal:
         """Return the nodes that the stream to the target lacks; from now on they are numbered from `first_node`."""
-        nodes, sent = self.nodes, self.sent_numbers
-        unsent = [node for node, number in enumerate(sent) if not number]
+        nodes, sent, drafted = self.nodes, self.sent_numbers, self.drafted.numbers
+        unsent = [node for node, number in enumerate(sent) if not number and (drafted[node] or not drafted_only)]
         for number, node in enumerate(unsent, first_node):
             sent[node] = number
         parents = [nodes.parents[node] for node in unsent]
@@ -309,20 +323,6 @@ class SpeculationTree:
     def forget_sent(self) -> None:
         """Count all nodes as unsent: the stream begins anew."""
         self.sent_numbers = [UNNUMBERED] * len(self.cells)
-
-    def tested(self, token_ids: Sequence[int]) -> list[tuple[int, bool]]:
-        """Return each node that the committed `token_ids` decide, and whether it was right.
-
-        A committed token decides every child of the node before it, verified or not: the target's pick there is known.
-        """
-        if not token_ids:
-            return []
-        path = self.nodes.walk(token_ids)
-        # Below the last committed token nothing is decided, even if the tree spells all of them.
-        above, right = {ROOT_INDEX, *path[: len(token_ids) - 1]}, set(path)
-        decided = [node for node, parent in enumerate(self.nodes.parents) if parent in above]
-        decided.sort(key=self.nodes.depths.__getitem__)
-        return [(node, node in right) for node in decided]
 
     def sibling_ranks(self) -> list[int]:
         """Return each node's place among its siblings by estimate, 0 for the likeliest."""

@@ -7,10 +7,11 @@ import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged, WorkerClosed
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.ports import VerifyStream
 from specsplit.core.progress import Progress, current_listener
 from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
@@ -25,7 +26,7 @@ from specsplit.core.types import (
     Turn,
     Verdict,
 )
-from specsplit.engine.batch import MOST_ROUND_ROWS, Round, at_once
+from specsplit.engine.batch import MOST_ROUND_ROWS, Round
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
 from specsplit.engine.offered_tree import OfferedTree
@@ -41,7 +42,7 @@ from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
 from specsplit.target.score import check_score, no_numbers, score
-from specsplit.target.stream import TargetLimits, TargetStream
+from specsplit.target.session_streams import SessionStreams
 
 
 class TargetEngine(Engine):
@@ -50,6 +51,11 @@ class TargetEngine(Engine):
     _name = "target"
     _head_request: Callable[[SessionParams], HeadWork] | None = None
     """Makes what a head in another process is to do with a session's rows; None if their logits come here."""
+
+    @cached_property
+    def streams(self) -> SessionStreams:
+        """The streams of this engine's sessions."""
+        return SessionStreams(self._model, self._sessions, self._admission, self._work)
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Score the tree in one forward, keep the rows of the accepted path, return it and the bonus token."""
@@ -70,33 +76,8 @@ class TargetEngine(Engine):
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
         """Begin to verify and commit by itself, from `turn` on; the slot is pinned while the stream is open."""
-        session, epoch = turn.session, turn.epoch
-        stream = TargetStream(
-            self.quotas.paced(turn, self.verify),
-            lambda keeps_slot: self._leave_stream(session, epoch, keeps_slot=keeps_slot),
-            turn,
-            limits,
-            TargetLimits(
-                context=self._model.context,
-                max_nodes=self._model.node_limit,
-                max_silence_s=self._sessions.ttl_s,
-                step_times=self._identity.step_times,
-                is_wanted=lambda: len(self._admission) > 0,
-                # Sessions come back during a step exactly where it leaves the event loop free.
-                is_device_apart=self._work.scheduler.budget.expects_company,
-            ),
-        )
-        self._sessions.pins.add(session, epoch)
-        return stream
-
-    async def _leave_stream(self, session: str, epoch: int, *, keeps_slot: bool) -> None:
-        if not self._sessions.pins.is_held_by(session, epoch):
-            return  # a later stream has taken the session over
-        self._sessions.pins.remove(session)
-        with suppress(WorkerClosed):
-            await self._work.run(None, at_once(lambda: self._sessions.set_aside(session)))
-            if not keeps_slot and session not in self._sessions.pins:
-                await self.close(session)
+        verify = self.quotas.paced(turn, self.verify)
+        return self.streams.open(turn, limits, verify, self.close, self._identity.step_times)
 
     async def score(
         self,

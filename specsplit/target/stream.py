@@ -1,8 +1,8 @@
 """Streaming verification, the target's half: step after step on one session, with whatever nodes are there by then.
 
 Stands on any Verifier, whose contract it keeps like every client: one epoch, rounds that rise. Nodes that the client
-pushes are held; a step takes those worth verifying below the text's end. Its commit goes out as soon as the next step
-has begun, or has to wait.
+pushes are held, and so are those that the text itself suggests; a step takes those worth verifying below the text's
+end. Its commit goes out as soon as the next step has begun, or has to wait.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.engine.cancellation import to_its_end
-from specsplit.limits import MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
+from specsplit.limits import FIRST_FOUND, MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
 from specsplit.target.held_tree import HeldTree
+from specsplit.target.stream_lookup import MAX_TOKENS, LookupKnowledge, StreamLookup
 from specsplit.target.stream_scheduler import StreamScheduler
 
 _EARNED_S = 0.5
@@ -44,6 +45,10 @@ class TargetLimits:
     """Whether somebody waits for a slot."""
     is_device_apart: bool = False
     """Whether the event loop is free while a forward runs."""
+    lookup: LookupKnowledge | None = None
+    """The worth of lookup; None for a target that looks up nothing."""
+    text: Callable[[], Sequence[int]] = tuple[int, ...]
+    """Returns the tokens that the session holds before the stream's first turn, of many the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +124,12 @@ class TargetStream:
             eos_ids=opening.eos_ids,
         )
         self._loop = asyncio.get_running_loop()
-        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES)
+        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES, target.lookup)
         self._scheduler = StreamScheduler(target.step_times, self._bounds.max_nodes)
-        self._next_node = 1
+        self._lookup: StreamLookup | None = None
+        if limits.lookup_branching and target.lookup is not None:
+            token_ids = [*target.text(), *turn.tail[-MAX_TOKENS:]]
+            self._lookup = StreamLookup(target.lookup, token_ids, limits.lookup_branching, opening.eos_ids)
         self._client, self._outbox = _Client(), _Outbox(is_device_apart=target.is_device_apart)
         self._is_closed = False
         self._task = self._loop.create_task(self._run(turn), name="specsplit-verify-stream")
@@ -160,6 +168,8 @@ class TargetStream:
 
     async def _ended(self, *, keeps_slot: bool) -> None:
         await asyncio.wait({self._task})
+        if self._lookup is not None:
+            self._lookup.close()
         # A later epoch took the session over, or it was preempted and comes back: its slot, or its place in the queue,
         # is not ours to free.
         error = None if self._task.cancelled() else self._task.exception()
@@ -191,9 +201,7 @@ class TargetStream:
         """Return the nodes worth verifying now, and the client's numbers for them."""
         # Every prefix of the ranked nodes is a tree, so any number of them may be taken.
         nodes, paths = self._held()
-        proposal, numbers = self._tree.proposal(nodes[: self._scheduler.count(paths)], self._next_node)
-        self._next_node += len(proposal)
-        return proposal, numbers
+        return self._tree.proposal(nodes[: self._scheduler.count(paths)])
 
     def _held(self) -> tuple[list[int], list[float]]:
         """Return the nodes that may be verified at once, and their paths' log-probabilities, the likeliest first."""
@@ -208,14 +216,18 @@ class TargetStream:
 
     def _commit(self, verdict: Verdict, proposal: Proposal, numbers: Sequence[int]) -> None:
         """Go on behind a commit, and send it to the client in the client's own numbers."""
-        first = proposal.first_node
-        self._tree.commit(verdict.token_ids)
-        self._client.unacknowledged.append(self._tree.root_position)
-        if not len(self._tree):
-            self._scheduler.miss(self._tree.root_position, self._loop.time())
-        accepted = tuple(numbers[number - first] for number in verdict.accepted)
-        verified = tuple(numbers[number - first] for number in verdict.verified)
-        self._outbox.add(replace(verdict, accepted=accepted, verified=verified))
+        tree, lookup = self._tree, self._lookup
+        tree.commit(verdict.token_ids)
+        self._client.unacknowledged.append(tree.root_position)
+        if not tree.is_fed:
+            self._scheduler.miss(tree.root_position, self._loop.time())
+        self._outbox.add(_in_client_numbers(verdict, proposal, numbers))
+        if lookup is not None:
+            lookup.commit(verdict.token_ids)
+            max_depth = min(self._bounds.max_depth, self._room)
+            found = lookup.find(self._bounds.max_nodes, max_depth) if max_depth > 0 else None
+            if found is not None:
+                tree.add(found)
 
     def _is_finished(self, verdict: Verdict) -> bool:
         bounds = self._bounds
@@ -269,6 +281,29 @@ def _following(turn: Turn, verdict: Verdict) -> Turn:
         base_hash=prefix_hash(added, turn.base_hash),
         tail=(verdict.bonus_token,),
     )
+
+
+def _in_client_numbers(verdict: Verdict, proposal: Proposal, numbers: Sequence[int]) -> Verdict:
+    """Return the verdict on `proposal` in the client's `numbers`, with the nodes that the client has not named."""
+    first, found, number_of = proposal.first_node, list[int](), {ROOT: ROOT}
+    for number in verdict.verified:  # parents come first
+        named = numbers[number - first]
+        if not named:
+            named = FIRST_FOUND + len(found)
+            found.append(number - first)
+        number_of[number] = named
+    accepted = tuple([number_of[number] for number in verdict.accepted])
+    verified = tuple([number_of[number] for number in verdict.verified])
+    if not found:
+        return replace(verdict, accepted=accepted, verified=verified)
+    added = Proposal(
+        first_node=FIRST_FOUND,
+        root_position=proposal.root_position,
+        token_ids=tuple([proposal.token_ids[index] for index in found]),
+        parents=tuple([number_of[proposal.parents[index]] for index in found]),
+        log_probs=tuple([proposal.log_probs[index] for index in found]),
+    )
+    return replace(verdict, accepted=accepted, verified=verified, found=added)
 
 
 def _paths(proposal: Proposal) -> list[float]:

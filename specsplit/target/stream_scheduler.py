@@ -16,7 +16,7 @@ from specsplit.speculation.step_times import RunningMedian, StepTimes
 
 @dataclass(slots=True)
 class _Miss:
-    """A commit below which no node was held, and the nodes that came for it later."""
+    """A commit below which no node of the client was held, and the nodes that came for it later."""
 
     committed_s: float
     path_log_probs: list[float] = field(default_factory=list[float])
@@ -51,7 +51,7 @@ class StreamScheduler:
             self._tokens_per_s = _mean(self._tokens_per_s, num_tokens / elapsed_s)
 
     def miss(self, position: int, now_s: float) -> None:
-        """Record that no node is held below the commit that ends at `position`."""
+        """Record that no node of the client is held below the commit that ends at `position`."""
         self._misses[position] = _Miss(now_s)
 
     def answer(self, position: int, now_s: float, path_log_probs: Sequence[float]) -> None:
@@ -88,8 +88,13 @@ class StreamScheduler:
         """Return how many nodes, the likeliest first, to verify now."""
         if self._verify is None:
             return len(path_log_probs)
-        tokens_per_s = self._tokens_per_s or 1 / self._verify.seconds(1)  # at least what plain decoding has
-        return self._verify.count_worth_verifying(path_log_probs, tokens_per_s)
+        return self._verify.count_worth_verifying(path_log_probs, self._rate)
+
+    @property
+    def _rate(self) -> float:
+        """The stream's tokens per second; before the first step what plain decoding has at least."""
+        assert self._verify is not None, "asked only then"
+        return self._tokens_per_s or 1 / self._verify.seconds(1)
 
     def wait_s(self, path_log_probs: Sequence[float], waited_s: float, room: float = math.inf) -> float:
         """Return how much longer to wait for nodes, `waited_s` after the last commit; 0 where a step now is better.
@@ -99,13 +104,13 @@ class StreamScheduler:
         """
         if self._verify is None or not self._expected or room <= 0:
             return 0.0
-        # Compare the rates of a step now and of one when the usual answer is here: E[A] / (wait + forward).
+        # Compare a step now with one when the usual answer is here: E[A], less what the stream has in so much time.
         left_s, num_nodes = self._response_s.value - waited_s, round(self._num_nodes)
         if left_s <= 0:  # they are late; how much longer it takes nobody knows
             return 0.0 if path_log_probs else max(0.0, left_s + self._response_s.value)
-        now = _expected(path_log_probs) / self._verify.seconds(len(path_log_probs) + 1)
-        then = min(self._expected, 1 + room) / (left_s + self._verify.seconds(num_nodes + 1))
-        return left_s if then > now else 0.0
+        more = min(self._expected, 1 + room) - _expected(path_log_probs)
+        more_s = left_s + self._verify.seconds(num_nodes + 1) - self._verify.seconds(len(path_log_probs) + 1)
+        return left_s if more > self._rate * more_s else 0.0
 
 
 def _expected(path_log_probs: Sequence[float]) -> float:

@@ -198,6 +198,7 @@ class FakeTarget(_FakeWorker):
     """A Verifier; with `trim` it scores only the first nodes of a larger tree."""
 
     min_tail = 1
+    next_token = staticmethod(next_token)
 
     def __init__(
         self,
@@ -226,8 +227,7 @@ class FakeTarget(_FakeWorker):
             raise InvalidRequest("the tree is numbered or placed wrongly", param="proposal")
         slot.highest_node = proposal.first_node + len(proposal) - 1
         self.proposals.append(proposal)
-        keep = min(_common_length(slot, turn), length - 1)
-        slot.truncate(keep)
+        slot.truncate(keep := min(_common_length(slot, turn), length - 1))
         slot.extend(turn.tail[keep - turn.base_length :])
         self.num_tokens += length - keep + len(proposal.token_ids[: self.trim])
         slot.answer = verdict = self._walk(slot, proposal, parents)
@@ -268,7 +268,7 @@ class FakeTarget(_FakeWorker):
         at, accepted, token_ids, emitted = -1, [], [], []
         opening, top = slot.opening, slot.opening.top_logprobs
         while True:
-            pick = next_token(opening, slot.hashes[-1], slot.ids)
+            pick = self.next_token(opening, slot.hashes[-1], slot.ids)
             if top is not None:
                 values = log_probs(slot.hashes[-1], slot.ids, opening.sampling.logit_bias)
                 emitted.append(token_log_prob(values, pick, top))

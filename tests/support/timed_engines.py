@@ -41,7 +41,8 @@ class TimedTargetEngine:
             if not keeps_slot:
                 await self.close(turn.session)
 
-        allowed = TargetLimits(self._model.context, self._model.node_limit)
+        known = self._engine.streams.limits_of(turn)
+        allowed = TargetLimits(known.context, known.max_nodes, lookup=known.lookup, text=known.text)
         return DelayedStream(
             lambda: TargetStream(self._step, leave, turn, limits, allowed),
             self._round_trip_s / 2,

@@ -91,7 +91,7 @@ def test_a_node_of_both_sources_is_one_node_and_worth_more():
 def test_committed_tokens_decide_the_children_of_every_node_on_their_way():
     held = tree()
     held.take(Proposal(1, 10, (1, 2, 3, 4, 5), (0, 0, 1, 1, 2), FLAT[:5]), 10, epoch=1)
-    decided = {held.nodes.token_ids[node]: is_right for node, is_right in held.tested((1, 9))}
+    decided = {held.nodes.token_ids[node]: is_right for node, is_right in held.nodes.tested((1, 9))}
     assert decided == {1: True, 2: False, 3: False, 4: False}  # 5 hangs below 2, of which nothing is known
 
 

@@ -115,7 +115,7 @@ class WatchedExperience(SpeculationStats):
 
     def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
         """Keep what is decided, before anything is learned from it."""
-        decided = tree.tested(token_ids)
+        decided = tree.nodes.tested(token_ids)
         if tree.root_position == len(self._text) - 1:
             ranks, text = tree.sibling_ranks(), [*self._text, *token_ids]
             self.nodes += [self._node(tree, node, ranks[node], text, is_right=is_right) for node, is_right in decided]

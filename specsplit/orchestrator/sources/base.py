@@ -32,6 +32,8 @@ class SpeculationInput:
     """In `auto`, whether lookup has a part in nodes that are verified without waiting for the planned tree."""
     waited_device_ms: float = 0.0
     """Lower bound of the draft's device time that fell into waits for the draft."""
+    num_found: int = 0
+    """Nodes at the proposal's end that a streaming target found itself."""
     commit: Verdict | None = None
     """The verdict of a streaming target, which has verified these nodes already; None if the round has to ask."""
 
@@ -48,6 +50,12 @@ class RoundResult:
     mode: RoundMode
     """The plan's mode, or `lookup` if lookup's nodes replaced the planned tree."""
     num_accepted: int
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the path goes through nodes that a streaming target found itself."""
+        speculation, accepted = self.speculation, self.verdict.accepted
+        return bool(accepted) and accepted[-1] > len(speculation.proposal) - speculation.num_found
 
 
 class Source(Protocol):

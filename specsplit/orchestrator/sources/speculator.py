@@ -134,7 +134,7 @@ class Speculator:
         task = self.background.task if self.background is not None else None
         self.is_concurrent = task is not None and not task.done()
         node_depths, draft_numbers = [depths[node] for node in nodes], [numbers[node] for node in nodes]
-        return SpeculationInput(proposal, node_depths, draft_numbers, self._is_kept, is_looked_up, waited_ms, commit)
+        return SpeculationInput(proposal, node_depths, draft_numbers, self._is_kept, is_looked_up, waited_ms, 0, commit)
 
     # ---------------------------------------------------------------- the draft's answers
 
@@ -198,14 +198,14 @@ class Speculator:
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             stats.observe_tree(tree, token_ids)
-        decision = result.plan.decision
-        is_plain = decision is not None and not decision.nodes
+        is_plain = result.plan.decision is not None and not result.plan.decision.nodes
         self._lookup.observe(token_ids, result.num_accepted, is_plain=is_plain, waits_for_more=is_streamed)
         path = tree.nodes.walk(token_ids) if tree.cells else []
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
         task = background.task if background is not None else None
-        if background is not None and task is not None and not background.is_probe and tree.cells:
+        is_judged = is_hit or not result.is_found  # what the target found goes beyond any tree that is here
+        if background is not None and task is not None and not background.is_probe and tree.cells and is_judged:
             self._is_kept = is_hit
             stats.observe_ahead(is_hit=is_hit)
         #   before   root ── a ── b* ── c      the text went on with a and the bonus token b

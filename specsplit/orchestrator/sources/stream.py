@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from specsplit.core.types import Proposal, Verdict
+from dataclasses import replace
+
+from specsplit.core.types import ROOT, Proposal, Verdict
+from specsplit.limits import FIRST_FOUND
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
 from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.orchestrator.target_client import TargetClient, renumbered
 from specsplit.speculation.round_plan import RoundPlan
+from specsplit.speculation.token_tree import UNNUMBERED
 from specsplit.telemetry import spans
 
 
@@ -61,9 +65,12 @@ class StreamSource(TreeSource):
         node_of = {number: node for node, number in enumerate(tree.sent_numbers) if number}
         nodes = [node_of[number] for number in commit.verified if number in node_of]
         number_of = {tree.sent_numbers[node]: number for number, node in enumerate(nodes, 1)}
-        accepted = tuple(number_of[number] for number in commit.accepted if number in number_of)
-        verified = tuple(range(1, len(nodes) + 1))
-        return self._speculator.make_input(nodes, 1, commit=renumbered(commit, accepted, verified))
+        speculation = self._speculator.make_input(nodes, 1, commit=commit)
+        if commit.found is not None:
+            speculation = _with_found(speculation, commit.found, number_of)
+        accepted = tuple([number_of[number] for number in commit.accepted if number in number_of])
+        verified = tuple(range(1, len(speculation.depths) + 1))
+        return replace(speculation, commit=renumbered(commit, accepted, verified))
 
     # The stream takes its nodes from here; see `target_client.NodeFeed`.
 
@@ -71,7 +78,8 @@ class StreamSource(TreeSource):
         """Return the nodes not yet sent, numbered from `first_node`, and whether the draft is at work on more."""
         background = self._speculator.background
         is_more_coming = background is not None and background.is_growing
-        return self._speculator.tree.take_unsent(first_node), is_more_coming
+        drafted_only = self._target.limits.lookup_branching > 0  # a target that looks up itself has the others
+        return self._speculator.tree.take_unsent(first_node, drafted_only=drafted_only), is_more_coming
 
     def forget_sent(self) -> None:
         """Count all nodes as unsent: the stream begins anew."""
@@ -90,6 +98,25 @@ class StreamSource(TreeSource):
         if self._speculator.background is not None:
             self._speculator.background.on_nodes = None
         await self._target.close_stream(keeps_slot=True)
+
+
+def _with_found(speculation: SpeculationInput, found: Proposal, number_of: dict[int, int]) -> SpeculationInput:
+    """Return the input with the nodes that the target found itself, and add their numbers to `number_of`."""
+    proposal, depths = speculation.proposal, [*speculation.depths]
+    parents = [*proposal.parents]
+    for number, parent in enumerate(found.parents, FIRST_FOUND):
+        above = number_of.get(parent, ROOT)
+        parents.append(above)
+        depths.append(depths[above - 1] + 1 if above else 1)
+        number_of[number] = len(parents)
+    whole = replace(
+        proposal,
+        token_ids=(*proposal.token_ids, *found.token_ids),
+        parents=tuple(parents),
+        log_probs=(*proposal.log_probs, *found.log_probs),
+    )
+    draft_numbers = [*speculation.draft_numbers, *[UNNUMBERED] * len(found)]
+    return replace(speculation, proposal=whole, depths=depths, draft_numbers=draft_numbers, num_found=len(found))
 
 
 def _span_attributes(commit: Verdict) -> dict[str, spans.Attribute]:

@@ -146,9 +146,14 @@ class Open(_message.Message):
     MAX_NODES_FIELD_NUMBER: _builtins.int
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     MAX_UNACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    LOOKUP_BRANCHING_FIELD_NUMBER: _builtins.int
     max_nodes: _builtins.int
     max_depth: _builtins.int
     max_unacknowledged: _builtins.int
+    lookup_branching: _builtins.int
+    """Children of one node among those that the target itself looks up in the text; 0 if it is to look up none. Only for
+    a target whose Identity says `looks_up`.
+    """
     @_builtins.property
     def turn(self) -> _common_pb2.Turn: ...
     def __init__(
@@ -158,10 +163,11 @@ class Open(_message.Message):
         max_nodes: _builtins.int = ...,
         max_depth: _builtins.int = ...,
         max_unacknowledged: _builtins.int = ...,
+        lookup_branching: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_depth", b"max_depth", "max_nodes", b"max_nodes", "max_unacknowledged", b"max_unacknowledged", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lookup_branching", b"lookup_branching", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "max_unacknowledged", b"max_unacknowledged", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -258,13 +264,14 @@ class Commit(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
     NUM_REUSED_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
     length: _builtins.int
     revision: _builtins.int
     """As in Identity."""
     num_reused: _builtins.int
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Node numbers, root side first."""
+        """Numbers of the client's nodes, root side first; nodes of `found` may follow them on the path."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -280,6 +287,10 @@ class Commit(_message.Message):
 
     @_builtins.property
     def top_log_probs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TopLogProbs]: ...
+    @_builtins.property
+    def found(self) -> _common_pb2.Tree:
+        """Nodes that were verified besides: the target looked them up. They are numbered from 2^31 + 1."""
+
     def __init__(
         self,
         *,
@@ -292,10 +303,11 @@ class Commit(_message.Message):
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         top_log_probs: _abc.Iterable[_common_pb2.TopLogProbs] | None = ...,
         num_reused: _builtins.int = ...,
+        found: _common_pb2.Tree | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "length", b"length", "log_probs", b"log_probs", "num_reused", b"num_reused", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "top_log_probs", b"top_log_probs", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "found", b"found", "length", b"length", "log_probs", b"log_probs", "num_reused", b"num_reused", "revision", b"revision", "telemetry", b"telemetry", "token_ids", b"token_ids", "top_log_probs", b"top_log_probs", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
