@@ -56,9 +56,9 @@ class Retrier:
         self.is_unbounded = timeout_s is None and not policy.can_be_silent
         """Whether nothing limits an attempt."""
         self.waits_when_full = policy.waits_when_full
+        """Whether to ask a full target again; a text that was begun is worth the wait."""
         self.waits_for_streams = True
         """Whether it waits while a caller has as many streams open as one may have; else the session does without."""
-        """Whether to ask a full target again; a text that was begun is worth the wait."""
         self.num_failures = 0
         self.queue_s = 0.0
         """Seconds in which the request waited for a slot: in the target's queue, or sent away for a while."""

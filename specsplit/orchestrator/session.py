@@ -93,6 +93,7 @@ class Session:
         contract = SessionContract("target", key, history, params, events)
         # Sampled text repeats itself less: there lookup's nodes are worth most where they are merged with the draft's.
         may_look_up = request.sampling.is_greedy or context.draft is None
+        stats.times.streams_look_up = identity.looks_up and may_look_up
         limits = stream_limits(speculation, identity, may_look_up=may_look_up)
         self._audit = open_audit(context.verifier, contract, retrier)
         self._target = (

@@ -211,7 +211,7 @@ class WorkerTimes:
         self.verify_concurrent: StepTimes | None = None
         """Target forwards while the draft is at work: on one machine they slow each other down."""
         self.streams_look_up = False
-        """Whether a streaming target can look up nodes itself; those that it is sent come a step late."""
+        """Whether a streaming target looks up nodes itself; those that it is sent come a step late."""
         self._num_plain = 0
         """Forwards of one row that were measured, that of the start among them."""
         self.num_proposals = 0
@@ -255,8 +255,7 @@ class WorkerTimes:
         return self._beside(num_sessions).tree_s(verify.seconds(num_sessions)) if verify is not None else 0.0
 
     def adopt(self, target: Identity, draft: Identity | None) -> None:
-        """Begin with what the workers say of themselves, unless more is known already."""
-        self.streams_look_up = target.looks_up
+        """Begin with what the workers measured themselves, unless more is known already."""
         if self.verify is None and target.step_times:
             self.verify = StepTimes.from_start(target.step_times)
             self._num_plain += target.step_times[0][0] == 1

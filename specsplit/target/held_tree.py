@@ -106,7 +106,7 @@ class HeldTree:
         self._cells += [0] * num_new
         for node, cell in zip(places, found.cells, strict=True):
             self._cells[node] = cell
-        self._is_estimated = False
+        self._estimate()
 
     def _estimate(self) -> None:
         """Estimate the nodes that the client has not named, by what it proposes beside them."""

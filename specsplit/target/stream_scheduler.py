@@ -104,6 +104,7 @@ class StreamScheduler:
         """
         if self._verify is None or not self._expected or room <= 0:
             return 0.0
+        path_log_probs = path_log_probs[: self.count(path_log_probs)]  # what a step now would verify
         # Compare a step now with one when the usual answer is here: E[A], less what the stream has in so much time.
         left_s, num_nodes = self._response_s.value - waited_s, round(self._num_nodes)
         if left_s <= 0:  # they are late; how much longer it takes nobody knows

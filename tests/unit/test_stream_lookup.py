@@ -23,9 +23,12 @@ from specsplit.core.types import (
 from specsplit.limits import FIRST_FOUND
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result
+from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
 from specsplit.rpc import calls
 from specsplit.rpc.pb import target_pb2
 from specsplit.speculation.options import Speculation
+from specsplit.speculation.round_plan import RoundPlan
+from specsplit.target.held_tree import HeldTree
 from specsplit.target.stream import TargetLimits, TargetStream
 from specsplit.target.stream_lookup import LookupKnowledge, StreamLookup
 from tests.support.fakes import FakeTokenizer, good_guess
@@ -238,6 +241,33 @@ def test_nodes_that_the_client_names_as_well_tell_nothing_against_lookup() -> No
 
     num_found = run_virtual(main)
     assert min(num_found[42:-2]) > 0
+
+
+def test_a_name_and_a_child_may_come_right_behind_a_find() -> None:
+    knowledge = LookupKnowledge()
+    tree, lookup = HeldTree(len(PROMPT) - 1, 64, knowledge), StreamLookup(knowledge, PROMPT[:-1], branching=1)
+    lookup.commit(PROMPT[-1:])
+    found = lookup.find(4, 4)
+    assert found is not None
+    tree.add(found)
+    first = found.nodes.token_ids[0]
+    assert tree.take(Proposal(1, len(PROMPT) - 1, (first, 99), (ROOT, 1), (-0.5, -1.0))) == 1
+    nodes, paths = tree.ranked(8)
+    assert len(nodes) == 5
+    assert paths == sorted(paths, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "num_found", "is_found"), [((101,), 0, False), ((101,), 1, False), ((103,), 1, True)]
+)
+def test_a_path_is_the_targets_own_where_it_ends_in_found_nodes(
+    accepted: tuple[int, ...], num_found: int, is_found: bool
+) -> None:
+    proposal = Proposal(101, 5, (1, 2, 3), (ROOT, ROOT, ROOT), (-1.0,) * 3)
+    verdict = Verdict(accepted, (1, 2), 7, (101, 102, 103))
+    speculation = SpeculationInput(proposal, (1, 1, 1), num_found=num_found)
+    result = RoundResult(RoundPlan("overlap"), speculation, verdict, 0.1, "overlap", 1)
+    assert result.is_found is is_found
 
 
 def test_a_number_that_is_the_targets_own_is_refused() -> None:

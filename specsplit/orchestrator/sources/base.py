@@ -55,7 +55,8 @@ class RoundResult:
     def is_found(self) -> bool:
         """Whether the path goes through nodes that a streaming target found itself."""
         speculation, accepted = self.speculation, self.verdict.accepted
-        return bool(accepted) and accepted[-1] > len(speculation.proposal) - speculation.num_found
+        proposal, num_found = speculation.proposal, speculation.num_found
+        return num_found > 0 and bool(accepted) and accepted[-1] >= proposal.first_node + len(proposal) - num_found
 
 
 class Source(Protocol):
