@@ -152,7 +152,7 @@ class HeldTree:
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Go on behind `token_ids`: what hangs below the last of them stays, everything else is dropped."""
-        decided = dict(self._nodes.tested(token_ids))
+        decided = dict(self._nodes.tested(token_ids)) if self._lookup is not None else {}
         for node, acceptance in self._unnamed():
             if node in decided:
                 acceptance.observe(((self._cells[node], decided[node]),))

@@ -124,12 +124,13 @@ class TargetStream:
             eos_ids=opening.eos_ids,
         )
         self._loop = asyncio.get_running_loop()
-        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES, target.lookup)
+        knowledge = target.lookup if limits.lookup_branching else None
+        self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES, knowledge)
         self._scheduler = StreamScheduler(target.step_times, self._bounds.max_nodes)
         self._lookup: StreamLookup | None = None
-        if limits.lookup_branching and target.lookup is not None:
+        if knowledge is not None:
             token_ids = [*target.text(), *turn.tail[-MAX_TOKENS:]]
-            self._lookup = StreamLookup(target.lookup, token_ids, limits.lookup_branching, opening.eos_ids)
+            self._lookup = StreamLookup(knowledge, token_ids, limits.lookup_branching, opening.eos_ids)
         self._client, self._outbox = _Client(), _Outbox(is_device_apart=target.is_device_apart)
         self._is_closed = False
         self._task = self._loop.create_task(self._run(turn), name="specsplit-verify-stream")
