@@ -24,6 +24,7 @@ from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.probe import probe
 from specsplit.model.runner import Runner
+from specsplit.model.weight_format import WeightFormat, weight_format
 
 Record = dict[str, Any]
 SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama-3.2-1b": LLAMA_1B, "llama-3.1-8b": LLAMA_8B}
@@ -39,6 +40,7 @@ def device_rates(
     context: Annotated[str, typer.Option(help="Tokens in front of a step, separated by commas.")] = "512,4096",
     rows: Annotated[str, typer.Option(help="Tokens of a step, separated by commas.")] = "1,4,8,16,64",
     tokens: Annotated[int, typer.Option(min=8, help="New tokens of `generate`.")] = 64,
+    dtype: Annotated[str, typer.Option(help="bf16, int8 or int4, separated by commas.")] = "bf16",
     static: Annotated[bool, typer.Option(help="Also `generate` with a static cache, which compiles the model.")] = True,
     output: Annotated[Path | None, typer.Option(help="Append the JSON line; only from a clean commit.")] = None,
 ) -> None:
@@ -46,7 +48,8 @@ def device_rates(
     origin = origin_for(output)
     console = report.new_console()
     steps = [(int(length), int(count)) for length in context.split(",") for count in rows.split(",")]
-    wanted = _Wanted(torch.device(device), steps, tokens, static)
+    forms = [weight_format(name) for name in dtype.split(",")]
+    wanted = _Wanted(torch.device(device), steps, forms, tokens, static)
     copy_gb_s = _copy_rate(wanted.device) / 1e9
     found: Record = {"device": torch.cuda.get_device_name(wanted.device), "copy_gb_s": copy_gb_s}
     console.print(f"{found['device']}: a copy reads and writes {copy_gb_s:.0f} GB/s")
@@ -59,43 +62,62 @@ class _Wanted:
     device: torch.device
     steps: Sequence[tuple[int, int]]
     """Tokens in front of a step, and tokens of it."""
+    forms: Sequence[WeightFormat | None]
+    """Formats that the weights are rounded to; None leaves them in bf16."""
     tokens: int
     has_static: bool
 
 
-@torch.inference_mode()
 def _measured(values: Record, wanted: _Wanted, copy_gb_s: float, console: Console) -> Record:
-    model = _made(values, wanted.device)
-    weight_bytes = sum(
-        weight.numel() * weight.element_size()
-        for name, weight in model.named_parameters()
-        if not name.endswith("embed_tokens.weight")
-    )
-    if values["tie_word_embeddings"]:  # the head reads what the embedding holds
-        weight_bytes += values["vocab_size"] * values["hidden_size"] * model.dtype.itemsize
-    found: Record = {
-        "weight_bytes": weight_bytes,
-        "generate_tokens_s": _generate_rates(model, wanted.tokens, wanted.has_static),
-    }
-    rates = found["generate_tokens_s"]
-    console.print(f"{values['model_type']}, {weight_bytes / 1e9:.2f} GB: tokens/s of generate {rates}")
-    found |= _forwards(model, wanted.steps, weight_bytes / copy_gb_s / 1e9, console)
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
+    found: Record = {}
+    for form in wanted.forms:
+        model = _made(values, wanted.device)
+        of_form: Record = {}
+        if form is None:
+            of_form["generate_tokens_s"] = rates = _generate_rates(model, wanted.tokens, wanted.has_static)
+            console.print(f"{values['model_type']}: tokens/s of generate {rates}")
+        of_form |= _forwards(model, wanted.steps, form, copy_gb_s, console)
+        found[form or "bf16"] = of_form
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
     return found
 
 
-def _forwards(model: PreTrainedModel, steps: Sequence[tuple[int, int]], copy_s: float, console: Console) -> Record:
-    """Return the times of forwards as the worker makes them; reading and writing the weights' bytes takes `copy_s`."""
+def _read_bytes(runner: Runner) -> int:
+    """Return the bytes of the weights that a forward of one row reads."""
+    model: Any = runner.model
+    embedding = model.get_input_embeddings().weight
+    is_tied = any(each is embedding for each in model.get_output_embeddings().parameters())
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters()) - runner.saved_bytes
+    return weights - (0 if is_tied else embedding.numel() * embedding.element_size())
+
+
+@torch.inference_mode()
+def _forwards(
+    model: PreTrainedModel,
+    steps: Sequence[tuple[int, int]],
+    form: WeightFormat | None,
+    copy_gb_s: float,
+    console: Console,
+) -> Record:
+    """Return the times of forwards as the worker makes them."""
     probed = probe(model)
     shapes = [(layer.key_shape, layer.value_shape) for layer in probed.layers]
     most = max(length for length, _ in steps) + _ROOM
     cache = KVCache(shapes, 1, most, dtype=model.dtype, device=model.device)
     runner = Runner(EagerBackend(model, probed), cache, most)
     start_s = time.perf_counter()
-    found: Record = {"is_recorded": runner.record(), "record_s": time.perf_counter() - start_s, "steps": []}
-    console.print(f"graphs: {found['is_recorded']}, {found['record_s']:.1f} s")
+    if form is not None:
+        runner.round(form)
+    round_s, weight_bytes = time.perf_counter() - start_s, _read_bytes(runner)
+    copy_s = weight_bytes / copy_gb_s / 1e9
+    found: Record = {"weight_bytes": weight_bytes, "round_s": round_s, "is_recorded": runner.record(), "steps": []}
+    found["record_s"] = time.perf_counter() - start_s - round_s
+    console.print(
+        f"{form or 'bf16'}: {weight_bytes / 1e9:.2f} GB, rounded in {round_s:.1f} s; graphs: {found['is_recorded']}, "
+        f"{found['record_s']:.1f} s"
+    )
     for length, count in steps:
         prompt, step = [SequenceInput(0, 0, list(range(length)))], [_step(length, count)]
         prefill_s = median(_seconds(lambda prompt=prompt: runner.forward(prompt), 3))

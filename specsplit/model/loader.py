@@ -294,7 +294,7 @@ def as_dtype(
     form = weight_format(dtype)
     if form is not None:
         require_rounded_products(form, device)
-    if dtype is None and device.type != "cpu":
+    if device.type != "cpu" and (dtype is None or form is not None):
         return "auto"
     if dtype is None or form is not None:
         width = getattr(config.get_text_config(), "hidden_size", math.inf)
@@ -395,5 +395,7 @@ def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -
             lay_out(runner.model)
         else:
             runner.widen_spans(span_rows(runner.attention_layers, runner.dtype, runner.context))
+    elif form is not None:
+        runner.round(form)
     if form is None:
         check()

@@ -162,12 +162,14 @@ class Runner:
     @property
     def saved_bytes(self) -> int:
         """Bytes that the weights take less than the model's own parameters, since they are rounded."""
-        return self._eager.linears.saved_bytes if self._eager.linears is not None else 0
+        linears = self._eager.linears or self._eager.rounded
+        return linears.saved_bytes if linears is not None else 0
 
     @property
     def bytes_by_format(self) -> Mapping[WeightFormat, int]:
         """Bytes of the weights that were rounded; empty if none were."""
-        return self._eager.linears.bytes_by_format if self._eager.linears is not None else {}
+        linears = self._eager.linears or self._eager.rounded
+        return linears.bytes_by_format if linears is not None else {}
 
     @property
     def outline(self) -> str:
@@ -184,6 +186,11 @@ class Runner:
             RuntimeError: this machine or torch has no packed products for the dtype; nothing changed.
         """
         self._eager.pack(self._example(FIRST, 0), width, form)
+
+    def round(self, form: WeightFormat) -> None:
+        """Round the weights of a model on a GPU to the format."""
+        example = self._example(FIRST, 0)
+        self._eager.round(self._cuda.trial if self._cuda else lambda: self._eager.forward(*example), form)
 
     @property
     def attention_layers(self) -> Sequence[LayerSpec]:

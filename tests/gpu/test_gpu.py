@@ -10,7 +10,11 @@ import torch
 from specsplit.api import Pipeline
 from specsplit.core.types import SamplingParams
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.backends.device_products import FEW_ROWS, RoundedLinear
+from specsplit.model.backends.int4_weights import int4_codes, int4_decoded
+from specsplit.model.backends.int8_weights import int8_codes, int8_decoded
 from specsplit.model.loader import LoadedModel, load_model
+from specsplit.model.weight_format import WeightFormat, group_size
 from specsplit.sampling.best import best_sums
 from specsplit.sampling.cuts import cut
 from specsplit.sampling.noise import gumbel_rows
@@ -53,6 +57,38 @@ def test_half_precision_serves(family: str, tmp_path: Path) -> None:
     loaded = loaded_on_gpu(folder, dtype="bf16")
     entries, _ = tree_entries(loaded.runner)
     assert all(bool(torch.isfinite(rows).all()) for rows in loaded.runner.forward(entries))
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (1000, 1104), (48, 96), (35, 72)])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_products_with_rounded_weights_are_those_of_what_they_stand_for(
+    form: WeightFormat, shape: tuple[int, int]
+) -> None:
+    weight = torch.randn(shape, device="cuda")
+    group = group_size(*shape) if form == "int4" else None
+    decoded = int8_decoded(*int8_codes(weight)) if group is None else int4_decoded(*int4_codes(weight, group), group)
+    layer = RoundedLinear(form, weight, torch.randn(shape[0], device="cuda"))
+    rows = torch.randn(200, shape[1], device="cuda").bfloat16()
+    truth = rows.float() @ decoded.T + layer.bias
+    for count in (1, 2, 8, 9, 16, 17, 33, 64, 65, 200):
+        ours = layer(rows[:count])
+        assert (ours.float() - truth[:count]).abs().max() < 1e-2 * truth.abs().max()
+        if count <= FEW_ROWS:
+            assert torch.equal(ours[-1:], layer(rows[count - 1 : count])), f"a row among {count} has other bits"
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3-moe"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_rounded_weights_serve(form: WeightFormat, family: str, record: bool, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / family, FAMILIES[family](), seed=1, with_tokenizer=False)
+    plain, loaded = loaded_on_gpu(folder), loaded_on_gpu(folder, dtype=form, record=record)
+    assert loaded.dtype == form
+    assert loaded.weight_bytes < plain.weight_bytes
+    truth = torch.cat(plain.runner.forward(tree_entries(plain.runner)[0]))
+    ours = torch.cat(loaded.runner.forward(tree_entries(loaded.runner)[0]))
+    # Random weights of small models: what rounding changes is a part of the logits' spread.
+    assert (ours - truth).std() < (0.05 if form == "int8" else 0.4) * truth.std()
 
 
 def test_a_long_prompt_and_its_pieces_agree(tmp_path: Path) -> None:
@@ -118,6 +154,15 @@ def test_picks_of_rows_without_a_finite_best_are_those_of_whole_rows() -> None:
         searched = logits[rows]
         note_found(searched, searcher.found(rows))
         assert picked_ids(searched) == picked_ids(logits[rows])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_rounded_target_gives_the_text_of_plain_decoding(form: WeightFormat) -> None:
+    texts: list[str] = []
+    for mode in ("plain", "auto", "pingpong"):
+        with Pipeline("embedded", "embedded", mode=mode, device="cuda", dtype=form, context=1024) as pipeline:
+            texts.append(pipeline.generate("def add(a, b):\n", max_new_tokens=64, temperature=0.8, seed=11).text)
+    assert len(set(texts)) == 1
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0}])

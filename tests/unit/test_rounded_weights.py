@@ -14,7 +14,7 @@ import transformers as tf
 from torch import Tensor
 
 from specsplit.cli import doctor
-from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelUnsupported
+from specsplit.core.errors import DeviceUnavailable, ModelUnsupported
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends import int8_weights, rounded_weights
 from specsplit.model.backends.int4_weights import int4_codes, int4_product
@@ -250,7 +250,12 @@ def test_a_machine_without_such_products_is_refused(
     monkeypatch.setattr(rounded_weights, "has_int8_products", lambda: False)
     with pytest.raises(DeviceUnavailable, match=f"no products with {form} weights; use --dtype bf16 or fp32"):
         load(folder, dtype=form)
-    with pytest.raises(InvalidRequest, match=f"--dtype {form} is for models on a CPU; use --dtype bf16 on cuda"):
+
+
+@pytest.mark.parametrize("form", WEIGHT_FORMATS)
+def test_a_gpu_without_such_products_is_refused(form: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(DeviceUnavailable, match=f"cuda has no products with {form} weights: it is too old. Use --dt"):
         rounded_weights.require_rounded_products(form, torch.device("cuda"))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from specsplit.model.backends.rounded_weights import Rounding
 from specsplit.model.probe import ProbeResult
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import WeightFormat
+
+if TYPE_CHECKING:
+    from specsplit.model.backends.rounded_layers import RoundedLayers
 
 
 class EagerBackend:
@@ -32,6 +35,8 @@ class EagerBackend:
         self.layers, self.masks = probed.layers, probed.masks
         self.linears: PackedLinears | None = None
         """The model's linear layers in another layout, once `pack` was called."""
+        self.rounded: RoundedLayers | None = None
+        """Those that were replaced on a GPU, once `round` was called."""
 
     @property
     def packs(self) -> Sequence[Tensor]:
@@ -44,6 +49,12 @@ class EagerBackend:
         """
         rounding = Rounding(form, self.model) if form is not None else None
         self.linears = PackedLinears(lambda: self.forward(*example), self.model, width, rounding)
+
+    def round(self, forward: Callable[[], object], form: WeightFormat) -> None:
+        """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded."""
+        from specsplit.model.backends.rounded_layers import round_linears  # a GPU's, of no use elsewhere
+
+        self.rounded = round_linears(self.model, forward, Rounding(form, self.model))
 
     def forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, tables: Tensor, *memory: Tensor

@@ -26,6 +26,8 @@ _FITS = 2
 """Times that scale and offset are fitted to the codes by least squares, and the codes to them."""
 _PIECE = 1 << 18
 """Elements that are rounded in one go, which the caches hold."""
+_DEVICE_PIECE = 1 << 24
+"""The same on a GPU, where each step of it costs a launch."""
 _aten: Any = torch.ops.aten
 
 
@@ -57,9 +59,9 @@ def int4_product(weight: Tensor, bias: Tensor | None = None) -> Product:
 def int4_codes(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return codes [N, K] from 0 to 15, and in bf16 the scale and the value of code 8 of each group [K / G, N, 2]."""
     num_outputs, num_inputs = weight.shape
-    codes = torch.empty(num_outputs, num_inputs, dtype=torch.int32)
-    scales = torch.empty(num_inputs // group, num_outputs, 2, dtype=torch.bfloat16)
-    num_rows = max(1, _PIECE // num_inputs)
+    codes = torch.empty(num_outputs, num_inputs, dtype=torch.int32, device=weight.device)
+    scales = torch.empty(num_inputs // group, num_outputs, 2, dtype=torch.bfloat16, device=weight.device)
+    num_rows = max(1, (_PIECE if weight.device.type == "cpu" else _DEVICE_PIECE) // num_inputs)
     for start in range(0, num_outputs, num_rows):
         piece = weight[start : start + num_rows].float()
         own, scale, middle = _fitted(piece.reshape(-1, group))
@@ -67,6 +69,13 @@ def int4_codes(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
         shape = (len(piece), -1)
         scales[:, start : start + num_rows] = torch.stack([scale.reshape(shape).t(), middle.reshape(shape).t()], dim=-1)
     return codes, scales
+
+
+def int4_decoded(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Return the weight [N, K] that codes and scales stand for, float32."""
+    scale, middle = scales.float().transpose(0, 1)[..., None].unbind(-2)
+    groups = (codes.float() - _ZERO_CODE).reshape(len(codes), -1, group)
+    return (groups * scale + middle).reshape(codes.shape)
 
 
 def _fitted(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,8 +68,8 @@ def int8_product(weight: Tensor, bias: Tensor | None = None) -> Product:
 
 def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [N, K] and scales [N] of a weight: each is about its code times its output's scale."""
-    codes = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(len(weight), dtype=torch.float32)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), _PIECE_ROWS):
         piece = weight[start : start + _PIECE_ROWS].float()
         own = piece.abs().amax(1).div_(LARGEST)
@@ -77,6 +77,11 @@ def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
         scales[start : start + _PIECE_ROWS] = own
         codes[start : start + _PIECE_ROWS] = (piece / own[:, None]).round_()
     return codes, scales
+
+
+def int8_decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the weight [N, K] that codes and scales stand for, float32."""
+    return codes.float() * scales[:, None]
 
 
 def _packed(codes: Tensor, scales: Tensor) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specsplit.model.fused_linear import as_slices_of_one
@@ -25,18 +24,14 @@ class _Results:
 
 
 class _First(nn.Module):
-    """Computes all layers of a group and gives the first one's part; the weights of all are slices of its own."""
+    """Computes all layers of a group as one, and gives the first one's part."""
 
-    def __init__(self, layers: Sequence[nn.Linear], results: _Results) -> None:
+    def __init__(self, whole: nn.Module, sizes: Sequence[int], results: _Results) -> None:
         super().__init__()
-        found: list[Tensor | None] = [layer.bias for layer in layers]
-        biases = [bias for bias in found if bias is not None]
-        self.weight = nn.Parameter(as_slices_of_one([layer.weight for layer in layers]), requires_grad=False)
-        self.bias = nn.Parameter(as_slices_of_one(biases), requires_grad=False) if biases else None
-        self._sizes, self._results = [layer.out_features for layer in layers], results
+        self._whole, self._sizes, self._results = whole, list(sizes), results
 
     def forward(self, given: Tensor) -> Tensor:
-        parts = F.linear(given, self.weight, self.bias).split(self._sizes, dim=-1)
+        parts = self._whole(given).split(self._sizes, dim=-1)
         self._results.parts = parts
         return parts[0]
 
@@ -65,25 +60,51 @@ class Place:
     layer: nn.Linear
 
 
-def join_linears(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
-    """Join the linear layers that `forward` calls in a row with the same input; return where they stood."""
-    places = {
+def linear_places(model: nn.Module) -> dict[int, Place]:
+    """Return the linear layers of a model by the addresses of their weights."""
+    return {
         child.weight.data_ptr(): Place(parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     }
+
+
+def join_linears(model: nn.Module, forward: Callable[[], object]) -> list[Place]:
+    """Join the linear layers that `forward` calls in a row with the same input; return where they stood.
+
+    The weights of a group are slices of one from then on.
+    """
+    places = linear_places(model)
     # Keys alone: a call holds what its layer's weight was, and nothing may be held twice.
     keys = [[call.key for call in group] for group in in_groups(watched(forward)) if len(group) > 1]
     # A product with a weight that is no linear layer's stays as it is.
     groups = [[places[key] for key in group] for group in keys if all(key in places for key in group)]
     for group in groups:
-        results = _Results()
-        first = _First([place.layer for place in group], results)
-        for number, place in enumerate(group):
-            joined = _Other(number, number == len(group) - 1, results) if number else first
-            setattr(place.parent, place.name, joined)
+        replace_linears(group, _joined([place.layer for place in group]))
     return [place for group in groups for place in group]
+
+
+def replace_linears(group: Sequence[Place], whole: nn.Module) -> None:
+    """Let `whole`, whose outputs are those of all layers side by side, take the place of a group of layers."""
+    if len(group) == 1:
+        setattr(group[0].parent, group[0].name, whole)
+        return
+    results = _Results()
+    first = _First(whole, [place.layer.out_features for place in group], results)
+    for number, place in enumerate(group):
+        joined = _Other(number, number == len(group) - 1, results) if number else first
+        setattr(place.parent, place.name, joined)
+
+
+def _joined(layers: Sequence[nn.Linear]) -> nn.Linear:
+    found: list[Tensor | None] = [layer.bias for layer in layers]
+    biases = [bias for bias in found if bias is not None]
+    whole = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), bool(biases), device="meta")
+    whole.weight = nn.Parameter(as_slices_of_one([layer.weight for layer in layers]), requires_grad=False)
+    if biases:
+        whole.bias = nn.Parameter(as_slices_of_one(biases), requires_grad=False)
+    return whole
 
 
 def part_again(places: Sequence[Place]) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from specsplit.core.errors import DeviceUnavailable
 from specsplit.model.backends.half_weights import half_product
 from specsplit.model.backends.product import Product
-from specsplit.model.backends.rounded_weights import Rounding, rounded_product
+from specsplit.model.backends.rounded_weights import Rounding, of_one_format, rounded_product
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 from specsplit.model.mapped_file import MappedFiles, addresses
 from specsplit.model.memory import is_exhausted, return_freed
@@ -199,7 +198,7 @@ class PackedLinears:
         calls = [call for call in watched(forward) if call.weight.numel() == _size(owners.get(call.key))]
         for dtype in {call.weight.dtype for call in calls}:
             pack(torch.zeros(_ALIGNMENT, _ALIGNMENT, dtype=dtype))  # what cannot be packed shows before a copy goes
-        work = list(_of_one_format(in_groups(calls), rounding))
+        work = list(of_one_format(in_groups(calls), rounding))
         members = [[owners[call.key] for call in group] for _, group in work]
         mode = torch.is_inference_mode_enabled()
 
@@ -302,19 +301,6 @@ def _halves(parts: Sequence[Tensor], bias: Tensor | None) -> Sequence[Product]:
 def product_with(weight: Tensor) -> Product:
     """Return the product with a pack."""
     return lambda x: packed_product(x, weight, None)
-
-
-def _of_one_format(
-    groups: Sequence[Sequence[LinearCall]], rounding: Rounding | None
-) -> Iterator[tuple[WeightFormat | None, Sequence[LinearCall]]]:
-    """Yield the groups, and the format that their weights are rounded to; one whose formats differ comes in parts."""
-    for group in groups:
-        if rounding is None:
-            yield None, group
-            continue
-        parts: Iterator[tuple[WeightFormat | None, Iterator[LinearCall]]] = groupby(group, rounding.format_of)
-        for form, part in parts:
-            yield form, list(part)
 
 
 def _sizes(group: Sequence[LinearCall]) -> Sequence[int]:

@@ -7,12 +7,14 @@ rounded to int8, and so are weights whose shape has no int4.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import DeviceUnavailable, InvalidRequest
+from specsplit.core.errors import DeviceUnavailable
 from specsplit.model.backends.int4_weights import has_int4_products, int4_product
 from specsplit.model.backends.int8_weights import MOST_INPUTS, has_int8_products, int8_product
 from specsplit.model.backends.product import Product
@@ -29,11 +31,13 @@ def require_rounded_products(form: WeightFormat, device: torch.device) -> None:
     """Refuse a device that has no products with weights of a format.
 
     Raises:
-        InvalidRequest, DeviceUnavailable.
+        DeviceUnavailable.
     """
     if device.type != "cpu":
-        raise InvalidRequest(f"--dtype {form} is for models on a CPU; use --dtype bf16 on {device}.", param="dtype")
-    if not has_int8_products() or (form == "int4" and not has_int4_products()):
+        from specsplit.model.backends.device_products import require_device_products  # a GPU's, of no use elsewhere
+
+        require_device_products(form, device)
+    elif not has_int8_products() or (form == "int4" and not has_int4_products()):
         raise DeviceUnavailable(f"This processor has no products with {form} weights; use --dtype bf16 or fp32.")
 
 
@@ -66,3 +70,16 @@ class Rounding:
 def rounded_product(form: WeightFormat, weight: Tensor, bias: Tensor | None) -> Product:
     """Return the product with a weight [N, K], which is rounded to the format."""
     return (int8_product if form == "int8" else int4_product)(weight, bias)
+
+
+def of_one_format(
+    groups: Sequence[Sequence[LinearCall]], rounding: Rounding | None
+) -> Iterator[tuple[WeightFormat | None, Sequence[LinearCall]]]:
+    """Yield the groups, and the format that their weights are rounded to; one whose formats differ comes in parts."""
+    for group in groups:
+        if rounding is None:
+            yield None, group
+            continue
+        parts: Iterator[tuple[WeightFormat | None, Iterator[LinearCall]]] = groupby(group, rounding.format_of)
+        for form, part in parts:
+            yield form, list(part)
