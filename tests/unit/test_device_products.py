@@ -59,12 +59,16 @@ def test_codes_and_scales_stand_for_the_weight() -> None:
     assert (int8_decoded(*int8_codes(weight)) - weight).abs().max() <= weight.abs().max() / 254
     codes, scales = int4_codes(weight, 32)
     assert (int4_decoded(codes, scales, 32) - weight).square().mean() < 0.02
-    assert int4_scales(scales, 96, 32).shape == (4, 32, 2)
+    assert int4_scales(scales, 96, 32).shape == (2, 4, 16, 2)
 
 
 def decoded(codes: Tensor, scales: Tensor, group: int, num_outputs: int, num_inputs: int) -> Tensor:
     found = codes_in(codes, group)[:num_outputs, :num_inputs]
-    return int4_decoded(found, scales[: num_inputs // group], group) if group else int8_decoded(found, scales)
+    return (
+        int4_decoded(found, scales.transpose(0, 1).reshape(-1, num_outputs, 2)[: num_inputs // group], group)
+        if group
+        else int8_decoded(found, scales)
+    )
 
 
 @pytest.fixture

@@ -24,9 +24,13 @@ from specsplit.model.weight_format import WeightFormat, group_size
 
 FEW_ROWS = 64
 """Beyond them the weights are written out in bf16 for a product of cuBLAS."""
-_TILES = (1, 2, 4)
-"""Eights of rows that a kernel was made for; more than the last are shared out among blocks."""
+_TILES = (((8, 1), (16, 2)), ((8, 1), (32, 2)))
+"""Up to how many rows a kernel for 1 and for 2 eights of rows is fastest, in int8 and int4; then one for 4 is.
+
+More rows than a kernel was made for are shared out among its blocks.
+"""
 _THREADS, _WARPS = 256, 8
+"""Threads of a block of the kernels, and groups of 32 of them."""
 _FIRST_CAPABILITY = (8, 0)
 """Older devices have no products of bf16 on tensor cores."""
 _TRIAL_SHAPES = ((48, 160), (80, 1088), (35, 72))
@@ -39,14 +43,16 @@ class _Kernels:
 
     def __init__(self) -> None:
         code = CudaCode((Path(__file__).parent / "rounded_products.cu").read_text())
-        names = [f"{kind}_{tiles}" for kind in ("4_64", "4_32", "8") for tiles in _TILES]
+        names = [f"{kind}_{tiles}" for kind in ("4_64", "4_32", "8") for tiles in (1, 2, 4)]
         self._products = {name: code.kernel(f"product_{name}") for name in names}
         self.dequantize = code.kernel("dequantize")
 
     def product(self, group: int, num_rows: int) -> tuple[Kernel, int, int]:
-        """Return the kernel for some rows, its eights of rows, and its blocks of outputs."""
-        tiles = next((tiles for tiles in _TILES if tiles * 8 >= num_rows), _TILES[-1])
-        return self._products[f"4_{group}_{tiles}" if group else f"8_{tiles}"], tiles, 1 if tiles == 1 else 2
+        """Return the kernel for some rows, its eights of rows, and its blocks of outputs; `group` is 0 in int8."""
+        tiles = next((tiles for most, tiles in _TILES[group > 0] if num_rows <= most), 4)
+        if group:
+            return self._products[f"4_{group}_{tiles}"], tiles, 2
+        return self._products[f"8_{tiles}"], tiles, 2 if tiles == 4 else 1
 
 
 @cache
@@ -121,11 +127,13 @@ def few_rows_product(rows: Tensor, codes: Tensor, scales: Tensor, group: int, nu
 
 def written_out(codes: Tensor, scales: Tensor, group: int, shape: tuple[int, int]) -> Tensor:
     """Return the weights [N, K] in bf16."""
-    weight = torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
+    num_outputs, num_inputs = shape
+    row = num_inputs + -num_inputs % 8  # a row begins at a multiple of 16 bytes
+    weight = torch.empty(num_outputs, row, dtype=torch.bfloat16, device=codes.device)
     with torch.cuda.device(codes.device):
         grid = (codes.size(0), -(-codes.size(1) // _WARPS))
-        _kernels(codes.device).dequantize.launch(grid, _THREADS, codes, scales, weight, group, *shape)
-    return weight
+        _kernels(codes.device).dequantize.launch(grid, _THREADS, codes, scales, weight, group, num_outputs, row)
+    return weight[:, :num_inputs]
 
 
 class RoundedLinear(torch.nn.Module):

@@ -37,9 +37,10 @@ def int4_lanes(codes: Tensor) -> Tensor:
 
 
 def int4_scales(scales: Tensor, num_inputs: int, group: int) -> Tensor:
-    """Return scales [K / G, N, 2] with zeros for the groups that fill up the last unit."""
-    units = -(-num_inputs // 64)
-    return F.pad(scales, [0, 0, 0, 0, 0, units * 64 // group - len(scales)]).contiguous()
+    """Return scales [K / G, N, 2] as [B, groups, 16, 2], with zeros for the groups that fill up the last unit."""
+    num_groups = -(-num_inputs // 64) * 64 // group
+    filled = F.pad(scales, [0, 0, 0, 0, 0, num_groups - len(scales)])
+    return filled.reshape(num_groups, -1, BLOCK_OUTPUTS, 2).transpose(0, 1).contiguous()
 
 
 def _filled(codes: Tensor, width: int, value: int) -> Tensor:

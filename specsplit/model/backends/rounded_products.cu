@@ -23,8 +23,10 @@ __device__ __forceinline__ bf16 rounded(float value) {
 }
 
 // Add to sums [16 outputs, 8 rows] the product of weights [16, 16 inputs] and rows [16 inputs, 8].
-__device__ __forceinline__ void multiply(float (&sums)[4], const word (&weights)[4], word low_inputs, word high_inputs) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+__device__ __forceinline__ void multiply(
+    float (&sums)[4], const word (&weights)[4], word low_inputs, word high_inputs) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
       : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(low_inputs), "r"(high_inputs));
 }
@@ -51,120 +53,119 @@ __device__ __forceinline__ uint4 inputs_at(const bf16* x, int row, int num_rows,
   return is_there ? found : make_uint4(0, 0, 0, 0);
 }
 
-// codes [N / 16, units, lanes] of 16 bytes; scales [groups, N / 16 * 16] of two bf16: a scale, and the value of code 8.
-template <int TILES, int BLOCKS, int DEPTH, int GROUP>
-__device__ __forceinline__ void sums_of_4_bits(
-    float (&sums)[BLOCKS][TILES][4], const bf16* x, const uint4* codes, const word* scales, int num_rows, int num_blocks,
-    int num_inputs) {
-  const int lane = threadIdx.x % LANES, quad = lane / 4, part = lane % 4;
-  const int num_units = (num_inputs + 63) / 64, first_row = blockIdx.y * 8 * TILES + quad;
-  const word ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
-  for (int start = threadIdx.x / LANES; start < num_units; start += WARPS * DEPTH) {
-    uint4 codes_of[DEPTH][BLOCKS];
-    word scale_of[DEPTH][BLOCKS][64 / GROUP][2];
+// What a warp reads of some units before it computes with them: loads that wait for nothing hide how long each takes.
+template <int BITS, int GROUP, int TILES, int BLOCKS, int DEPTH>
+struct Ahead {
+  static const int INPUTS = BITS == 4 ? 64 : 32, GROUPS = BITS == 4 ? 64 / GROUP : 1, PARTS = INPUTS / 32;
+
+  uint4 codes[DEPTH][BLOCKS];
+  word scales[DEPTH][BLOCKS][GROUPS][2];
+  uint4 inputs[DEPTH][PARTS][TILES];
+
+  // codes [N / 16, units, lanes] of 16 bytes; scales [N / 16, groups, 16] of two bf16: a scale, the value of code 8.
+  __device__ __forceinline__ void load(
+      const bf16* x, const uint4* all_codes, const word* all_scales, int start, int num_rows, int num_blocks,
+      int num_inputs) {
+    const int lane = threadIdx.x % LANES, quad = lane / 4, num_units = (num_inputs + INPUTS - 1) / INPUTS;
 #pragma unroll
     for (int ahead = 0; ahead < DEPTH; ++ahead) {
       const int unit = min(start + ahead * WARPS, num_units - 1);
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
         const int place = min((int)blockIdx.x * BLOCKS + block, num_blocks - 1);
-        codes_of[ahead][block] = __ldg(codes + ((long long)place * num_units + unit) * LANES + lane);
+        codes[ahead][block] = __ldg(all_codes + ((long long)place * num_units + unit) * LANES + lane);
+        if (BITS == 8) continue;
 #pragma unroll
-        for (int group = 0; group < 64 / GROUP; ++group) {
-          const word* of_group = scales + ((long long)(unit * (64 / GROUP) + group) * num_blocks + place) * 16 + quad;
-          scale_of[ahead][block][group][0] = __ldg(of_group);
-          scale_of[ahead][block][group][1] = __ldg(of_group + 8);
+        for (int group = 0; group < GROUPS; ++group) {
+          const word* own = all_scales + (((long long)place * num_units + unit) * GROUPS + group) * 16 + quad;
+          scales[ahead][block][group][0] = __ldg(own);
+          scales[ahead][block][group][1] = __ldg(own + 8);
         }
       }
     }
 #pragma unroll
-    for (int ahead = 0; ahead < DEPTH; ++ahead) {
-      const int unit = start + ahead * WARPS;  // beyond the last one its inputs are zeros
-      const uint4(&own)[BLOCKS] = codes_of[ahead];
-      const word(&scale)[BLOCKS][64 / GROUP][2] = scale_of[ahead];
-      float products[BLOCKS][TILES][4] = {}, totals[TILES][4] = {};
+    for (int ahead = 0; ahead < DEPTH; ++ahead)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint4 inputs[TILES];
+      for (int part = 0; part < PARTS; ++part)
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-          inputs[tile] = inputs_at(x, first_row + tile * 8, num_rows, unit * 64 + half * 32 + part * 8, num_inputs);
-          multiply(totals[tile], ones, inputs[tile].x, inputs[tile].y);
-          multiply(totals[tile], ones, inputs[tile].z, inputs[tile].w);
+          // Inputs beyond the last unit are zeros.
+          const int input = (start + ahead * WARPS) * INPUTS + part * 32 + lane % 4 * 8;
+          inputs[ahead][part][tile] = inputs_at(x, (blockIdx.y * TILES + tile) * 8 + quad, num_rows, input, num_inputs);
         }
+  }
+
+  __device__ __forceinline__ void add_to(float (&sums)[BLOCKS][TILES][4]) const {
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-          word weights[4];
-          spread(half ? own[block].z : own[block].x, weights);
+    for (int ahead = 0; ahead < DEPTH; ++ahead) {
+      if (BITS == 4)
+        add_4_bits(sums, ahead);
+      else
+        add_8_bits(sums, ahead);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void add_4_bits(float (&sums)[BLOCKS][TILES][4], int ahead) const {
+    const word ones[4] = {0x3F803F80u, 0x3F803F80u, 0x3F803F80u, 0x3F803F80u};
+    float products[BLOCKS][TILES][4] = {}, totals[TILES][4] = {};
 #pragma unroll
-          for (int tile = 0; tile < TILES; ++tile) multiply(products[block][tile], weights, inputs[tile].x, inputs[tile].y);
-          spread(half ? own[block].w : own[block].y, weights);
+    for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-          for (int tile = 0; tile < TILES; ++tile) multiply(products[block][tile], weights, inputs[tile].z, inputs[tile].w);
+      for (int tile = 0; tile < TILES; ++tile) {
+        const uint4 own = inputs[ahead][part][tile];
+        multiply(totals[tile], ones, own.x, own.y);
+        multiply(totals[tile], ones, own.z, own.w);
+      }
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block) {
+        const uint4 own = codes[ahead][block];
+        word first[4], second[4];
+        spread(part ? own.z : own.x, first);
+        spread(part ? own.w : own.y, second);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+          multiply(products[block][tile], first, inputs[ahead][part][tile].x, inputs[ahead][part][tile].y);
+          multiply(products[block][tile], second, inputs[ahead][part][tile].z, inputs[ahead][part][tile].w);
         }
-        if (GROUP == 64 && half == 0) continue;
+      }
+      if (GROUP == 64 && part == 0) continue;
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block)
+      for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+          const word pair = scales[ahead][block][GROUP == 64 ? 0 : part][second];
+          const float step = low_half(pair), middle = fmaf(-136.0f, step, high_half(pair));
 #pragma unroll
           for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-            for (int item = 0; item < 4; ++item) {
-              const word pair = scale[block][GROUP == 64 ? 0 : half][item / 2];
-              const float step = low_half(pair), middle = fmaf(-136.0f, step, high_half(pair));
+            for (int item = second * 2; item < second * 2 + 2; ++item) {
               float& sum = sums[block][tile][item];
               sum = fmaf(totals[tile][item], middle, fmaf(products[block][tile][item], step, sum));
               products[block][tile][item] = 0;
             }
+        }
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile)
+      for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-          for (int item = 0; item < 4; ++item) totals[tile][item] = 0;
-      }
+        for (int item = 0; item < 4; ++item) totals[tile][item] = 0;
     }
   }
-}
 
-// codes [N / 16, units, lanes] of 16 bytes.
-template <int TILES, int BLOCKS, int DEPTH>
-__device__ __forceinline__ void sums_of_8_bits(
-    float (&sums)[BLOCKS][TILES][4], const bf16* x, const uint4* codes, int num_rows, int num_blocks, int num_inputs) {
-  const int lane = threadIdx.x % LANES, quad = lane / 4, part = lane % 4;
-  const int num_units = (num_inputs + 31) / 32, first_row = blockIdx.y * 8 * TILES + quad;
-  for (int start = threadIdx.x / LANES; start < num_units; start += WARPS * DEPTH) {
-    uint4 codes_of[DEPTH][BLOCKS], inputs[DEPTH][TILES];
+  __device__ __forceinline__ void add_8_bits(float (&sums)[BLOCKS][TILES][4], int ahead) const {
 #pragma unroll
-    for (int ahead = 0; ahead < DEPTH; ++ahead) {
-      const int unit = min(start + ahead * WARPS, num_units - 1);
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-        const int place = min((int)blockIdx.x * BLOCKS + block, num_blocks - 1);
-        codes_of[ahead][block] = __ldg(codes + ((long long)place * num_units + unit) * LANES + lane);
-      }
-    }
-#pragma unroll
-    for (int ahead = 0; ahead < DEPTH; ++ahead)
+    for (int block = 0; block < BLOCKS; ++block) {
+      const uint4 own = codes[ahead][block];
+      const word first[4] = {pair_of(own.x, 0, 1), pair_of(own.y, 0, 1), pair_of(own.x, 2, 3), pair_of(own.y, 2, 3)};
+      const word second[4] = {pair_of(own.z, 0, 1), pair_of(own.w, 0, 1), pair_of(own.z, 2, 3), pair_of(own.w, 2, 3)};
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        const int input = (start + ahead * WARPS) * 32 + part * 8;  // beyond the last unit they are zeros
-        inputs[ahead][tile] = inputs_at(x, first_row + tile * 8, num_rows, input, num_inputs);
+        multiply(sums[block][tile], first, inputs[ahead][0][tile].x, inputs[ahead][0][tile].y);
+        multiply(sums[block][tile], second, inputs[ahead][0][tile].z, inputs[ahead][0][tile].w);
       }
-#pragma unroll
-    for (int ahead = 0; ahead < DEPTH; ++ahead)
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-        const uint4 bytes = codes_of[ahead][block];
-        const word first[4] = {
-            pair_of(bytes.x, 0, 1), pair_of(bytes.y, 0, 1), pair_of(bytes.x, 2, 3), pair_of(bytes.y, 2, 3)};
-        const word second[4] = {
-            pair_of(bytes.z, 0, 1), pair_of(bytes.w, 0, 1), pair_of(bytes.z, 2, 3), pair_of(bytes.w, 2, 3)};
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-          multiply(sums[block][tile], first, inputs[ahead][tile].x, inputs[ahead][tile].y);
-          multiply(sums[block][tile], second, inputs[ahead][tile].z, inputs[ahead][tile].w);
-        }
-      }
+    }
   }
-}
+};
 
 // Add up what the warps have, in their order, and write results [R, N].
 template <int TILES, int BLOCKS>
@@ -192,62 +193,84 @@ __device__ __forceinline__ void deliver(
   }
 }
 
-#define PRODUCT_4(GROUP, TILES, BLOCKS, DEPTH)                                                                         \
-  extern "C" __global__ void __launch_bounds__(WARPS* LANES) product_4_##GROUP##_##TILES(                             \
-      const bf16* x, const uint4* codes, const word* scales, bf16* y, int num_rows, int num_outputs, int num_inputs) { \
-    float sums[BLOCKS][TILES][4] = {};                                                                                 \
-    sums_of_4_bits<TILES, BLOCKS, DEPTH, GROUP>(sums, x, codes, scales, num_rows, (num_outputs + 15) / 16, num_inputs); \
-    deliver<TILES, BLOCKS>(sums, nullptr, y, num_rows, num_outputs);                                                   \
+// Compute results [R, N] for x [R, K], whose rows begin at multiples of 16 bytes; scales are [N] float32 in 8 bits.
+template <int BITS, int GROUP, int TILES, int BLOCKS, int DEPTH, bool IS_AHEAD>
+__device__ __forceinline__ void product(
+    const bf16* x, const uint4* codes, const word* scales, bf16* y, int num_rows, int num_outputs, int num_inputs) {
+  typedef Ahead<BITS, GROUP, TILES, BLOCKS, DEPTH> Units;
+  const int num_units = (num_inputs + Units::INPUTS - 1) / Units::INPUTS, num_blocks = (num_outputs + 15) / 16;
+  float sums[BLOCKS][TILES][4] = {};
+  int start = threadIdx.x / LANES;
+  if (IS_AHEAD) {
+    Units now, next;
+    if (start < num_units) now.load(x, codes, scales, start, num_rows, num_blocks, num_inputs);
+    while (start < num_units) {
+      start += WARPS * DEPTH;
+      if (start < num_units) next.load(x, codes, scales, start, num_rows, num_blocks, num_inputs);
+      now.add_to(sums);
+      now = next;
+    }
+  } else {
+    for (; start < num_units; start += WARPS * DEPTH) {
+      Units now;
+      now.load(x, codes, scales, start, num_rows, num_blocks, num_inputs);
+      now.add_to(sums);
+    }
   }
-#define PRODUCT_8(TILES, BLOCKS, DEPTH)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(WARPS* LANES) product_8_##TILES(                                        \
-      const bf16* x, const uint4* codes, const float* scales, bf16* y, int num_rows, int num_outputs, int num_inputs) { \
-    float sums[BLOCKS][TILES][4] = {};                                                                                  \
-    sums_of_8_bits<TILES, BLOCKS, DEPTH>(sums, x, codes, num_rows, (num_outputs + 15) / 16, num_inputs);                \
-    deliver<TILES, BLOCKS>(sums, scales, y, num_rows, num_outputs);                                                     \
+  deliver<TILES, BLOCKS>(sums, BITS == 8 ? reinterpret_cast<const float*>(scales) : nullptr, y, num_rows, num_outputs);
+}
+
+#define PRODUCT(NAME, BITS, GROUP, TILES, BLOCKS, DEPTH, IS_AHEAD)                                                     \
+  extern "C" __global__ void __launch_bounds__(WARPS* LANES) NAME(                                                    \
+      const bf16* x, const uint4* codes, const word* scales, bf16* y, int num_rows, int num_outputs, int num_inputs) { \
+    product<BITS, GROUP, TILES, BLOCKS, DEPTH, IS_AHEAD>(x, codes, scales, y, num_rows, num_outputs, num_inputs);      \
   }
 
-PRODUCT_4(64, 1, 1, 4)
-PRODUCT_4(64, 2, 2, 2)
-PRODUCT_4(64, 4, 2, 1)
-PRODUCT_4(32, 1, 1, 4)
-PRODUCT_4(32, 2, 2, 2)
-PRODUCT_4(32, 4, 2, 1)
-PRODUCT_8(1, 1, 6)
-PRODUCT_8(2, 2, 4)
-PRODUCT_8(4, 2, 2)
+// What is fastest was measured on an H100 (docs/log.md). The order of a sum is the same in all: of units and warps.
+PRODUCT(product_4_64_1, 4, 64, 1, 2, 2, true)
+PRODUCT(product_4_64_2, 4, 64, 2, 2, 2, false)
+PRODUCT(product_4_64_4, 4, 64, 4, 2, 1, false)
+PRODUCT(product_4_32_1, 4, 32, 1, 2, 2, true)
+PRODUCT(product_4_32_2, 4, 32, 2, 2, 2, false)
+PRODUCT(product_4_32_4, 4, 32, 4, 2, 1, false)
+PRODUCT(product_8_1, 8, 32, 1, 1, 4, true)
+PRODUCT(product_8_2, 8, 32, 2, 1, 4, true)
+PRODUCT(product_8_4, 8, 32, 4, 2, 2, true)
 
 // Write the weights [N, K] in bf16, one unit of a block of outputs by each warp: for many rows, whose product is a
-// library's. Scales as above; `group` is 0 for 8 bits.
+// library's. K is a multiple of 8; `group` is 0 for 8 bits.
 extern "C" __global__ void __launch_bounds__(WARPS* LANES) dequantize(
     const uint4* codes, const word* scales, bf16* weights, int group, int num_outputs, int num_inputs) {
   const int lane = threadIdx.x % LANES, width = group ? 64 : 32, num_units = (num_inputs + width - 1) / width;
-  const int unit = blockIdx.y * WARPS + threadIdx.x / LANES, num_blocks = (num_outputs + 15) / 16;
+  const int unit = blockIdx.y * WARPS + threadIdx.x / LANES;
   if (unit >= num_units) return;
-  const uint4 own = codes[((long long)blockIdx.x * num_units + unit) * LANES + lane];
+  const long long place = (long long)blockIdx.x * num_units + unit;
+  const uint4 own = __ldg(codes + place * LANES + lane);
   const word words[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
-  for (int place = 0; place < 4; ++place) {
-    // Four inputs of both outputs in 4 bits, of one output in 8.
-    const int step = group ? place % 2 : place / 2, half = group ? place / 2 : 0;
-    const int input = unit * width + half * 32 + lane % 4 * 8 + step * 4;
-    for (int second = group ? 0 : place % 2; second < (group ? 2 : place % 2 + 1); ++second) {
-      const int output = blockIdx.x * 16 + lane / 4 + second * 8;
-      if (output >= num_outputs) continue;
+  for (int part = 0; part < 2; ++part)
 #pragma unroll
-      for (int item = 0; item < 4; ++item) {
-        if (input + item >= num_inputs) continue;
-        float value;
-        if (group) {
+    for (int second = 0; second < 2; ++second) {
+      const int output = blockIdx.x * 16 + lane / 4 + second * 8, input = unit * width + part * 32 + lane % 4 * 8;
+      if (output >= num_outputs || input >= num_inputs || (!group && part)) continue;
+      bf16 values[8];
+      if (group) {
+        const word pair = __ldg(scales + (place * (64 / group) + part * 32 / group) * 16 + output % 16);
+#pragma unroll
+        for (int item = 0; item < 8; ++item) {
           // A word's codes are, from its last bits: inputs 0 of both outputs, inputs 2, inputs 1, inputs 3.
-          const word code = words[place] >> (4 * (item / 2 * 2 + second + item % 2 * 4)) & 15u;
-          const word pair = scales[((long long)((input + item) / group) * num_blocks + blockIdx.x) * 16 + output % 16];
-          value = fmaf((float)code - 8.0f, low_half(pair), high_half(pair));
-        } else {
-          value = ((float)(words[place] >> (8 * item) & 255u) - 128.0f) * __uint_as_float(scales[output]);
+          const word code = words[part * 2 + item / 4] >> (4 * (item / 2 % 2 * 2 + second + item % 2 * 4)) & 15u;
+          values[item] = rounded(fmaf((float)code - 8.0f, low_half(pair), high_half(pair)));
         }
-        weights[(long long)output * num_inputs + input + item] = rounded(value);
+      } else {
+        const float step = __uint_as_float(__ldg(scales + output));
+#pragma unroll
+        for (int item = 0; item < 8; ++item)
+          values[item] = rounded(((float)(words[item / 4 * 2 + second] >> (8 * (item % 4)) & 255u) - 128.0f) * step);
       }
+      uint4 packed;
+      packed.x = values[0] | (word)values[1] << 16, packed.y = values[2] | (word)values[3] << 16;
+      packed.z = values[4] | (word)values[5] << 16, packed.w = values[6] | (word)values[7] << 16;
+      *reinterpret_cast<uint4*>(weights + (long long)output * num_inputs + input) = packed;
     }
-  }
 }
