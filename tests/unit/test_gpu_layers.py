@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from specsplit.model.backends.compiled_layers import compile_layers
+from specsplit.model.backends.compiled_layers import compile_layers, gives_the_same, layer_calls
 from specsplit.model.backends.joined_linears import join_linears, part_again
 from tests.support.model_zoo import FAMILIES, build_model
 
@@ -43,6 +43,18 @@ def test_joined_products_give_the_same_logits(family: str) -> None:
     assert torch.equal(forward(), truth)
     assert num_parameters(model) == size
     assert type(model.model.layers[0].self_attn.k_proj) is nn.Linear
+
+
+def test_joined_layers_are_compared_one_by_one() -> None:
+    model = build_model(FAMILIES["llama"](), seed=1)
+    forward = forward_of(model)
+    calls = layer_calls(model, forward)
+    assert len(calls) == model.config.num_hidden_layers
+    join_linears(model, forward)
+    with torch.inference_mode():
+        assert all(gives_the_same(call) for call in calls)
+        model.model.layers[1].self_attn.o_proj.weight.mul_(1.5)
+        assert [gives_the_same(call) for call in calls[:2]] == [True, False]
 
 
 def test_a_layer_that_is_called_twice_is_not_joined() -> None:

@@ -25,8 +25,8 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of a layer as the model makes it, and what came out."""
+class LayerCall:
+    """One call of a decoder layer as the model makes it, and what came out."""
 
     layer: nn.Module
     args: tuple[Any, ...]
@@ -41,15 +41,15 @@ def compile_layers(model: nn.Module, forward: Callable[[], object]) -> bool:
     """
     import torch._dynamo.config as dynamo  # the compiler, which takes a second and 65 MB
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    calls = _watched(layers, forward)
+    layers = _layers(model)
+    calls = layer_calls(model, forward)
     reason = "a layer gives another output"
     # Beyond its limit, which all models of the process share, the compiler would leave layers as they are, silently.
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_KINDS)
     try:
         for layer in layers:
             layer.compile(dynamic=True)
-        if calls and all(_gives_the_same(call) for call in calls):
+        if calls and all(gives_the_same(call) for call in calls):
             return True
     except Exception as error:  # noqa: BLE001 - whatever the compiler trips over, the layers themselves still run
         reason = said(error)
@@ -59,14 +59,18 @@ def compile_layers(model: nn.Module, forward: Callable[[], object]) -> bool:
     return False
 
 
-def _watched(layers: Sequence[nn.Module], forward: Callable[[], object]) -> list[_Call]:
-    """Return the calls of the layers in a forward."""
-    calls: list[_Call] = []
+def _layers(model: nn.Module) -> Sequence[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def layer_calls(model: nn.Module, forward: Callable[[], object]) -> list[LayerCall]:
+    """Return the calls of a model's layers in a forward."""
+    calls: list[LayerCall] = []
 
     def note(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        calls.append(_Call(layer, args, keywords, _hidden(output)))
+        calls.append(LayerCall(layer, args, keywords, _hidden(output)))
 
-    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in _layers(model)]
     try:
         forward()
     finally:
@@ -75,11 +79,12 @@ def _watched(layers: Sequence[nn.Module], forward: Callable[[], object]) -> list
     return calls
 
 
-def _gives_the_same(call: _Call) -> bool:
-    return are_near(_hidden(call.layer(*call.args, **call.keywords)), call.output)
+def gives_the_same(call: LayerCall) -> bool:
+    """Return whether a layer gives what it gave, but for rounding: that of a whole model would add up."""
+    return _are_near(_hidden(call.layer(*call.args, **call.keywords)), call.output)
 
 
-def are_near(ours: Tensor, truth: Tensor) -> bool:
+def _are_near(ours: Tensor, truth: Tensor) -> bool:
     """Return whether two results [.., D] of the same rows differ by rounding alone."""
     tolerance = _TOLERANCES.get(truth.dtype, 0.0)
     ours, truth = ours.float(), truth.float()

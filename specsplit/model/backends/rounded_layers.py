@@ -39,13 +39,7 @@ class RoundedLayers:
 def round_linears(model: nn.Module, forward: Callable[[], object], rounding: Rounding) -> RoundedLayers:
     """Replace the linear layers that `forward` calls; each weight's memory goes once its rounded form is there."""
     places, rounded, num_left = linear_places(model), RoundedLayers(), 0
-    # Keys alone: a call holds its weight.
-    work = [
-        (form, [call.key for call in group]) for form, group in of_one_format(in_groups(watched(forward)), rounding)
-    ]
-    for form, keys in work:
-        if form is None:
-            continue
+    for form, keys in _work(forward, rounding):
         if not all(key in places for key in keys):
             num_left += len(keys)
             continue
@@ -61,3 +55,12 @@ def round_linears(model: nn.Module, forward: Callable[[], object], rounding: Rou
     if num_left:
         logger.warning("%d weights are not rounded: they are no linear layers'.", num_left)
     return rounded
+
+
+def _work(forward: Callable[[], object], rounding: Rounding) -> list[tuple[WeightFormat, list[int]]]:
+    """Return the keys of the weights that are rounded together, and to what; a call itself would hold its weight."""
+    work: list[tuple[WeightFormat, list[int]]] = []
+    for form, calls in of_one_format(in_groups(watched(forward)), rounding):
+        if form is not None:
+            work.append((form, [call.key for call in calls]))
+    return work
