@@ -19,6 +19,7 @@ from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.origin import origin_for
 from benchmarks.research.real_shapes.shapes import LLAMA_1B, LLAMA_8B, QWEN3_06B
+from specsplit.core.errors import InvalidRequest
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.kv_cache import KVCache
@@ -48,7 +49,9 @@ def device_rates(
     origin = origin_for(output)
     console = report.new_console()
     steps = [(int(length), int(count)) for length in context.split(",") for count in rows.split(",")]
-    forms = [weight_format(name) for name in dtype.split(",")]
+    forms = [None if name == "bf16" else weight_format(name) for name in dtype.split(",")]
+    if forms.count(None) != dtype.split(",").count("bf16"):
+        raise InvalidRequest(f"--dtype takes bf16, int8 and int4, not {dtype}.", param="dtype")
     wanted = _Wanted(torch.device(device), steps, forms, tokens, static)
     copy_gb_s = _copy_rate(wanted.device) / 1e9
     found: Record = {"device": torch.cuda.get_device_name(wanted.device), "copy_gb_s": copy_gb_s}

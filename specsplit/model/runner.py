@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.model.attention.function import LayerSpec
 from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilder, SequenceInput, in_common_spans
@@ -188,9 +189,18 @@ class Runner:
         self._eager.pack(self._example(FIRST, 0), width, form)
 
     def round(self, form: WeightFormat) -> None:
-        """Round the weights of a model on a GPU to the format."""
-        example = self._example(FIRST, 0)
-        self._eager.round(self._cuda.trial if self._cuda else lambda: self._eager.forward(*example), form)
+        """Round the weights of a model on a GPU to the format.
+
+        Raises:
+            InvalidRequest: it is a stage, or Triton does not compute its attention.
+            OutOfMemory, ModelUnsupported.
+        """
+        if self._cuda is None:
+            raise InvalidRequest(
+                f"On a GPU --dtype {form} is for whole models whose attention Triton computes; leave it out.",
+                param="dtype",
+            )
+        self._eager.round(self._cuda.trial, form)
 
     @property
     def attention_layers(self) -> Sequence[LayerSpec]:

@@ -91,10 +91,8 @@ class Session:
         stats.times.adopt(identity, context.draft.identity if context.draft is not None else None)
 
         contract = SessionContract("target", key, history, params, events)
-        # Sampled text repeats itself less: there lookup's nodes are worth most where they are merged with the draft's.
-        may_look_up = request.sampling.is_greedy or context.draft is None
-        stats.times.streams_look_up = identity.looks_up and may_look_up
-        limits = stream_limits(speculation, identity, may_look_up=may_look_up)
+        stats.times.streams_look_up = identity.looks_up
+        limits = stream_limits(speculation, identity)
         self._audit = open_audit(context.verifier, contract, retrier)
         self._target = (
             TargetClient(context.verifier, identity, contract, retrier, limits)

@@ -12,7 +12,7 @@ from specsplit.draft.engine import DraftEngine
 from specsplit.engine.executor import LoopExecutor
 from specsplit.model.loader import LoadedModel
 from specsplit.target.engine import TargetEngine
-from specsplit.target.stream import TargetLimits, TargetStream
+from specsplit.target.stream import TargetStream
 from tests.support.timed_workers import DelayedStream
 
 _GRID = (1, 2, 3, 5, 9, 17, 33)
@@ -26,11 +26,11 @@ class TimedTargetEngine:
     ) -> None:
         self._model, self._engine = model, engine
         self._verify_s, self._round_trip_s = verify_s, round_trip_s
+        self._step_times = tuple((rows, verify_s(rows)) for rows in _GRID)
 
     async def ping(self) -> Identity:
         await asyncio.sleep(self._round_trip_s)
-        times = tuple((rows, self._verify_s(rows)) for rows in _GRID)
-        return replace(await self._engine.ping(), step_times=times)
+        return replace(await self._engine.ping(), step_times=self._step_times)
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         await asyncio.sleep(self._round_trip_s)
@@ -41,8 +41,7 @@ class TimedTargetEngine:
             if not keeps_slot:
                 await self.close(turn.session)
 
-        known = self._engine.streams.limits_of(turn)
-        allowed = TargetLimits(known.context, known.max_nodes, lookup=known.lookup, text=known.text)
+        allowed = self._engine.streams.limits_of(turn, self._step_times)
         return DelayedStream(
             lambda: TargetStream(self._step, leave, turn, limits, allowed),
             self._round_trip_s / 2,

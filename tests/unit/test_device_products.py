@@ -79,11 +79,11 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         weight = decoded(codes, scales, group, num_outputs, rows.size(1))
         return (rows.float() @ weight.T).bfloat16()
 
-    def written_out(codes: Tensor, scales: Tensor, group: int, shape: tuple[int, int]) -> Tensor:
+    def dequantized_weight(codes: Tensor, scales: Tensor, group: int, shape: tuple[int, int]) -> Tensor:
         return decoded(codes, scales, group, *shape).bfloat16()
 
     monkeypatch.setattr(device_products, "few_rows_product", product)
-    monkeypatch.setattr(device_products, "written_out", written_out)
+    monkeypatch.setattr(device_products, "dequantized_weight", dequantized_weight)
 
 
 @pytest.mark.usefixtures("_without_a_gpu")
@@ -95,9 +95,9 @@ def test_a_model_with_rounded_layers_computes_what_they_stand_for(
 ) -> None:
     model, truth = (build_model(FAMILIES[family](), seed=1) for _ in range(2))
     token_ids = torch.arange(num_rows)[None] % 50
-    forward: Callable[[], Tensor] = lambda: model(token_ids).logits  # noqa: E731
+    forward: Callable[[], Tensor] = lambda: model(token_ids, use_cache=False).logits  # noqa: E731
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    rounded = round_linears(model, forward, Rounding(form, model))
+    rounded = round_linears(model, forward, Rounding(form, model), form)
     left = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     num_replaced = replace_by_decoded(truth, model, form)
     # All but the head of GPT-2 are no linear layers to transformers, and say so.

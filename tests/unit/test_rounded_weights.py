@@ -255,7 +255,9 @@ def test_a_machine_without_such_products_is_refused(
 @pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_a_gpu_without_such_products_is_refused(form: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(DeviceUnavailable, match=f"cuda has no products with {form} weights: it is too old. Use --dt"):
+    with pytest.raises(
+        DeviceUnavailable, match=f"cuda has no products with {form} weights: it has no bf16 on tensor cores. Leave"
+    ):
         rounded_weights.require_rounded_products(form, torch.device("cuda"))
 
 

@@ -79,14 +79,18 @@ def layer_calls(model: nn.Module, forward: Callable[[], object]) -> list[LayerCa
     return calls
 
 
-def gives_the_same(call: LayerCall) -> bool:
-    """Return whether a layer gives what it gave, but for rounding: that of a whole model would add up."""
-    return _are_near(_hidden(call.layer(*call.args, **call.keywords)), call.output)
+def gives_the_same(call: LayerCall, tolerance: float | None = None) -> bool:
+    """Return whether a layer gives what it gave, but for rounding: that of a whole model would add up.
+
+    By default it may be off by what the format of its numbers explains, else by `tolerance` of its largest output.
+    """
+    return _are_near(_hidden(call.layer(*call.args, **call.keywords)), call.output, tolerance)
 
 
-def _are_near(ours: Tensor, truth: Tensor) -> bool:
+def _are_near(ours: Tensor, truth: Tensor, tolerance: float | None) -> bool:
     """Return whether two results [.., D] of the same rows differ by rounding alone."""
-    tolerance = _TOLERANCES.get(truth.dtype, 0.0)
+    if tolerance is None:
+        tolerance = _TOLERANCES.get(truth.dtype, 0.0)
     ours, truth = ours.float(), truth.float()
     errors = (ours - truth).abs().amax(-1) / truth.abs().max().clamp(min=1e-6)
     # Rounding sends a token with near-equal experts to another one now and then, so the median token counts.

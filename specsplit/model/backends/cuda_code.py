@@ -62,14 +62,13 @@ def _compiled(source: str) -> bytes:
     # The library depends on NVRTC and finds it where its wheel put it; its symbols are found through it.
     nvrtc = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
     program = ctypes.c_void_p()
-    _require(
-        nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None) == 0, "NVRTC"
-    )
+    error = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None)
+    _require(error == 0, f"NVRTC fails with error {error}")
     try:
         major, minor = torch.cuda.get_device_capability()
         options = [option.encode() for option in (*_OPTIONS, f"--gpu-architecture=sm_{major}{minor}")]
         error = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-        _require(error == 0, f"NVRTC compiles it not: {_text(nvrtc, program)}")
+        _require(error == 0, f"NVRTC cannot compile the kernels: {_text(nvrtc, program)}")
         size = ctypes.c_size_t()
         _require(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0, "NVRTC made no code")
         code = ctypes.create_string_buffer(size.value)

@@ -149,7 +149,7 @@ class CudaBackend:
         calls = layer_calls(self._eager.model, self.trial)
         places = join_linears(self._eager.model, self.trial)
         try:
-            if all(gives_the_same(call) for call in calls):
+            if calls and all(gives_the_same(call) for call in calls):
                 return
             reason = "a layer gives another output"
         except Exception as error:  # noqa: BLE001 - such as a layer that reads the weight of another one

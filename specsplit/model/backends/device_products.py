@@ -25,7 +25,7 @@ from specsplit.model.weight_format import WeightFormat, group_size
 FEW_ROWS = 64
 """Beyond them the weights are written out in bf16 for a product of cuBLAS."""
 _TILES = (((8, 1), (16, 2)), ((8, 1), (32, 2)))
-"""Up to how many rows a kernel for 1 and for 2 eights of rows is fastest, in int8 and int4; then one for 4 is.
+"""Up to how many rows a kernel for 1 and for 2 tiles of eight rows is fastest, in int8 and int4; then one for 4 is.
 
 More rows than a kernel was made for are shared out among its blocks.
 """
@@ -48,7 +48,7 @@ class _Kernels:
         self.dequantize = code.kernel("dequantize")
 
     def product(self, group: int, num_rows: int) -> tuple[Kernel, int, int]:
-        """Return the kernel for some rows, its eights of rows, and its blocks of outputs; `group` is 0 in int8."""
+        """Return the kernel for some rows, its tiles of eight rows, and its blocks of outputs; `group` is 0 in int8."""
         tiles = next((tiles for most, tiles in _TILES[group > 0] if num_rows <= most), 4)
         if group:
             return self._products[f"4_{group}_{tiles}"], tiles, 2
@@ -68,15 +68,15 @@ def require_device_products(form: WeightFormat, device: torch.device) -> None:
     Raises:
         DeviceUnavailable.
     """
-    reason = "it is too old"
+    reason = "it has no bf16 on tensor cores"
     if torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY:
         try:
             _require_right_products(form, device)
-        except (RuntimeError, OSError) as error:  # a torch without NVRTC, or an old driver
+        except (RuntimeError, OSError, AttributeError) as error:  # a torch without NVRTC, or an old one or driver
             reason = one_line(error) or type(error).__name__
         else:
             return
-    raise DeviceUnavailable(f"{device} has no products with {form} weights: {reason}. Use --dtype bf16.")
+    raise DeviceUnavailable(f"{device} has no products with {form} weights: {reason}. Leave out --dtype.")
 
 
 def _require_right_products(form: WeightFormat, device: torch.device) -> None:
@@ -93,14 +93,14 @@ def _require_right_products(form: WeightFormat, device: torch.device) -> None:
             truth = rows.float() @ decoded.T
             # Written so that a NaN fails the comparison.
             if not bool((layer(rows).float() - truth).abs().max() <= _TOLERANCE * truth.abs().max()):
-                raise RuntimeError(f"{num_rows} rows have other products than by themselves")
+                raise RuntimeError(f"products of {num_rows} rows are wrong")
 
 
 @torch.library.custom_op("specsplit::rounded_product", mutates_args=())
 def _rounded_product(x: Tensor, codes: Tensor, scales: Tensor, group: int, num_outputs: int) -> Tensor:
     rows = x.reshape(-1, x.size(-1)).bfloat16()
     if len(rows) > FEW_ROWS:
-        result = F.linear(rows, written_out(codes, scales, group, (num_outputs, rows.size(1))))
+        result = F.linear(rows, dequantized_weight(codes, scales, group, (num_outputs, rows.size(1))))
     else:
         result = few_rows_product(rows, codes, scales, group, num_outputs)
     return result.reshape(*x.shape[:-1], num_outputs).to(x.dtype)
@@ -114,6 +114,8 @@ def _(x: Tensor, codes: Tensor, scales: Tensor, group: int, num_outputs: int) ->
 def few_rows_product(rows: Tensor, codes: Tensor, scales: Tensor, group: int, num_outputs: int) -> Tensor:
     """Return the product [R, N] with at most FEW_ROWS rows [R, K] in bf16; `group` is 0 in int8."""
     num_rows = len(rows)
+    if not num_rows:
+        return rows.new_empty(0, num_outputs)
     if rows.size(1) % 8 or rows.data_ptr() % 16:  # the kernels read 16 bytes at a time
         rows = F.pad(rows.clone(), [0, -rows.size(1) % 8])
     rows = rows.contiguous()
@@ -125,7 +127,7 @@ def few_rows_product(rows: Tensor, codes: Tensor, scales: Tensor, group: int, nu
     return result
 
 
-def written_out(codes: Tensor, scales: Tensor, group: int, shape: tuple[int, int]) -> Tensor:
+def dequantized_weight(codes: Tensor, scales: Tensor, group: int, shape: tuple[int, int]) -> Tensor:
     """Return the weights [N, K] in bf16."""
     num_outputs, num_inputs = shape
     row = num_inputs + -num_inputs % 8  # a row begins at a multiple of 16 bytes

@@ -36,7 +36,7 @@ class EagerBackend:
         self.linears: PackedLinears | None = None
         """The model's linear layers in another layout, once `pack` was called."""
         self.rounded: RoundedLayers | None = None
-        """Those that were replaced on a GPU, once `round` was called."""
+        """The linear layers that were replaced on a GPU, once `round` was called."""
 
     @property
     def packs(self) -> Sequence[Tensor]:
@@ -54,7 +54,7 @@ class EagerBackend:
         """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded."""
         from specsplit.model.backends.rounded_layers import round_linears  # a GPU's, of no use elsewhere
 
-        self.rounded = round_linears(self.model, forward, Rounding(form, self.model))
+        self.rounded = round_linears(self.model, forward, Rounding(form, self.model), form)
 
     def forward(
         self, source: Tensor, position_ids: Tensor, logit_rows: Tensor, spans: Tensor, tables: Tensor, *memory: Tensor

@@ -7,6 +7,7 @@ but for one group at a time while they are joined.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,13 +62,15 @@ class Place:
 
 
 def linear_places(model: nn.Module) -> dict[int, Place]:
-    """Return the linear layers of a model by the addresses of their weights."""
-    return {
-        child.weight.data_ptr(): Place(parent, name, child)
+    """Return the linear layers of a model by the addresses of their weights; a weight at two places has none."""
+    places = [
+        Place(parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
-    }
+    ]
+    counts = Counter(place.layer.weight.data_ptr() for place in places)
+    return {key: place for place in places if counts[key := place.layer.weight.data_ptr()] == 1}
 
 
 def join_linears(model: nn.Module, forward: Callable[[], object]) -> list[Place]:

@@ -7,6 +7,7 @@ B blocks, U units.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,13 +17,13 @@ _LANE_BYTES = 16
 
 
 def int8_lanes(codes: Tensor) -> Tensor:
-    """Return codes [N, K] from -127 to 127 as uint8 [B, U, 32, 16], each raised by 128; zeros fill up."""
+    """Return codes [N, K] from -127 to 127, int8, as uint8 [B, U, 32, 16], each raised by 128; zeros fill up."""
     filled = _filled(codes, 32, 0)
     blocks, units = len(filled) // BLOCK_OUTPUTS, filled.size(1) // 32
     # Output: block, half of it, one of eight. Input: unit, one of four parts of eight, step, one of four.
     split = filled.reshape(blocks, 2, 8, units, 4, 2, 4)
     lanes = split.permute(0, 3, 2, 4, 5, 1, 6).reshape(blocks, units, _LANES, _LANE_BYTES)
-    return (lanes.short() + 128).byte()
+    return lanes.view(torch.uint8) ^ 128
 
 
 def int4_lanes(codes: Tensor) -> Tensor:

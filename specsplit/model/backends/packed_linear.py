@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from specsplit.core.errors import DeviceUnavailable
 from specsplit.model.backends.half_weights import half_product
 from specsplit.model.backends.product import Product
-from specsplit.model.backends.rounded_weights import Rounding, of_one_format, rounded_product
+from specsplit.model.backends.rounded_weights import Rounding, rounded_product, split_by_format
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
 from specsplit.model.mapped_file import MappedFiles, addresses
 from specsplit.model.memory import is_exhausted, return_freed
@@ -198,7 +198,7 @@ class PackedLinears:
         calls = [call for call in watched(forward) if call.weight.numel() == _size(owners.get(call.key))]
         for dtype in {call.weight.dtype for call in calls}:
             pack(torch.zeros(_ALIGNMENT, _ALIGNMENT, dtype=dtype))  # what cannot be packed shows before a copy goes
-        work = list(of_one_format(in_groups(calls), rounding))
+        work = list(split_by_format(in_groups(calls), rounding))
         members = [[owners[call.key] for call in group] for _, group in work]
         mode = torch.is_inference_mode_enabled()
 

@@ -72,10 +72,10 @@ def rounded_product(form: WeightFormat, weight: Tensor, bias: Tensor | None) -> 
     return (int8_product if form == "int8" else int4_product)(weight, bias)
 
 
-def of_one_format(
+def split_by_format(
     groups: Sequence[Sequence[LinearCall]], rounding: Rounding | None
 ) -> Iterator[tuple[WeightFormat | None, Sequence[LinearCall]]]:
-    """Yield the groups, and the format that their weights are rounded to; one whose formats differ comes in parts."""
+    """Split groups whose weights have several formats; yield each part and the format that it is rounded to."""
     for group in groups:
         if rounding is None:
             yield None, group
