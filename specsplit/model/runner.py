@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.model.attention.function import LayerSpec
 from specsplit.model.attention.metadata import AttentionMetadata, MetadataBuilder, SequenceInput, in_common_spans
@@ -75,13 +74,8 @@ class Runner:
         self._eager = eager
         self.backend: Backend = eager
         self._cuda = cuda_backend(eager, cache, context) if self._is_cuda and eager.is_whole else None
-        limits = (
-            None
-            if self._is_cuda
-            else PathLimits.of(
-                [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers], self.dtype.itemsize
-            )
-        )
+        shapes = [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers]
+        limits = None if self._is_cuda else PathLimits.of(shapes, self.dtype.itemsize)
         # The explicit formula takes one session at a time; on a GPU nothing of this was ever run.
         can_join = limits is not None and not any(layer.has_formula for layer in eager.layers)
         self._builder = MetadataBuilder(
@@ -163,14 +157,12 @@ class Runner:
     @property
     def saved_bytes(self) -> int:
         """Bytes that the weights take less than the model's own parameters, since they are rounded."""
-        linears = self._eager.linears or self._eager.rounded
-        return linears.saved_bytes if linears is not None else 0
+        return weights.saved_bytes if (weights := self._eager.rounded_weights) is not None else 0
 
     @property
     def bytes_by_format(self) -> Mapping[WeightFormat, int]:
         """Bytes of the weights that were rounded; empty if none were."""
-        linears = self._eager.linears or self._eager.rounded
-        return linears.bytes_by_format if linears is not None else {}
+        return weights.bytes_by_format if (weights := self._eager.rounded_weights) is not None else {}
 
     @property
     def outline(self) -> str:
@@ -189,18 +181,8 @@ class Runner:
         self._eager.pack(self._example(FIRST, 0), width, form)
 
     def round(self, form: WeightFormat) -> None:
-        """Round the weights of a model on a GPU to the format.
-
-        Raises:
-            InvalidRequest: it is a stage, or Triton does not compute its attention.
-            OutOfMemory, ModelUnsupported.
-        """
-        if self._cuda is None:
-            raise InvalidRequest(
-                f"On a GPU --dtype {form} is for whole models whose attention Triton computes; leave it out.",
-                param="dtype",
-            )
-        self._eager.round(self._cuda.trial, form)
+        """Round the weights of a model on a GPU, as `EagerBackend.round` does and refuses."""
+        self._eager.round(self._cuda.trial if self._cuda is not None else None, form)
 
     @property
     def attention_layers(self) -> Sequence[LayerSpec]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specsplit.core.errors import InvalidRequest
 from specsplit.model.activations import WholeVectors
 from specsplit.model.attention.device_step import DeviceStep
 from specsplit.model.attention.function import LayerAttention, SlotAttention
@@ -42,6 +43,11 @@ class EagerBackend:
     def packs(self) -> Sequence[Tensor]:
         return self.linears.packs if self.linears is not None else ()
 
+    @property
+    def rounded_weights(self) -> PackedLinears | RoundedLayers | None:
+        """The linear layers whose weights may be rounded; None before they are packed or rounded."""
+        return self.linears or self.rounded
+
     def pack(self, example: Sequence[Tensor], width: int, form: WeightFormat | None = None) -> None:
         """Pack the linear layers that this step calls, in products of at most `width` inputs; their own copies go.
 
@@ -50,10 +56,18 @@ class EagerBackend:
         rounding = Rounding(form, self.model) if form is not None else None
         self.linears = PackedLinears(lambda: self.forward(*example), self.model, width, rounding)
 
-    def round(self, forward: Callable[[], object], form: WeightFormat) -> None:
-        """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded."""
+    def round(self, forward: Callable[[], object] | None, form: WeightFormat) -> None:
+        """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded.
+
+        Raises:
+            InvalidRequest: there is no such forward, as for a stage, or where Triton does not compute the attention.
+            OutOfMemory, ModelUnsupported.
+        """
         from specsplit.model.backends.rounded_layers import round_linears  # a GPU's, of no use elsewhere
 
+        if forward is None:
+            words = f"On a GPU --dtype {form} is for whole models whose attention Triton computes; leave it out."
+            raise InvalidRequest(words, param="dtype")
         self.rounded = round_linears(self.model, forward, Rounding(form, self.model), form)
 
     def forward(
