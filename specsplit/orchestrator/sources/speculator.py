@@ -204,8 +204,7 @@ class Speculator:
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
         task = background.task if background is not None else None
-        # What the target found goes beyond any tree that is here.
-        is_judged = is_hit or not (result.speculation.num_found and result.is_found)
+        is_judged = is_hit or not (result.speculation.num_found and result.is_found)  # those go beyond any tree
         if background is not None and task is not None and not background.is_probe and tree.cells and is_judged:
             self._is_kept = is_hit
             stats.observe_ahead(is_hit=is_hit)
