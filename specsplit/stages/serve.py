@@ -209,7 +209,8 @@ def _make_link(
     from specsplit.stages.wire.remote_chain import RemoteChain
 
     options = LinkOptions(
-        call_timeout_s=max(CALL_TIMEOUT_S, len(stages) * settings.step_timeout),  # every stage may take it
+        # Every stage may take it, the target's own layers among them.
+        call_timeout_s=max(CALL_TIMEOUT_S, (len(stages) + (own is not None)) * settings.step_timeout),
         reconnect_s=RECONNECT_S,
         step_timeout_s=settings.step_timeout,
     )

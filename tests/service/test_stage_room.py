@@ -54,9 +54,9 @@ async def test_slots_that_arrive_have_the_room_of_one_together() -> None:
 
 
 async def test_packets_that_do_not_end_have_one_room_over_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specsplit.stages.wire.servicer.PieceRoom", lambda num_bytes=1000: PieceRoom(num_bytes))
+    monkeypatch.setattr("specsplit.stages.wire.servicer.PieceRoom", lambda num_bytes=11_000: PieceRoom(num_bytes))
     async with alone(shards(bounds=()).stages[0]) as (_, peer):
-        unfinished = stage_pb2.Frame(packet=bytes(900), more=True).SerializeToString()
+        unfinished = stage_pb2.Frame(packet=bytes(6000), more=True).SerializeToString()
         stream, good = await peer.stream(CHAIN), next(packet_frames(packet(2)))
         assert isinstance(await send(stream, next(packet_frames(packet(1)))), Packet)
         await stream.write(unfinished)

@@ -16,6 +16,7 @@ from specsplit.rpc.pb import stage_pb2
 from specsplit.stages.codec import decode, encode
 from specsplit.stages.packet import Packet, PacketSession, PayloadType, StepKind
 from specsplit.stages.wire.frames import PIECE_BYTES, FrameReader, PieceRoom, error_frame, error_in, packet_frames
+from specsplit.stages.wire.pipeline_stage import Outbox
 from specsplit.telemetry import spans
 from specsplit.telemetry.setup import trace_to_file
 
@@ -118,19 +119,35 @@ def test_a_packet_that_never_ends_is_refused_and_the_next_one_is_read(monkeypatc
 
 
 def test_links_share_the_room_for_what_has_not_come_whole() -> None:
-    room = PieceRoom(100)
+    room = PieceRoom(11_000)
     first, second = FrameReader("a link", room), FrameReader("another link", room)
-    piece = stage_pb2.Frame(packet=b"x" * 60, more=True).SerializeToString()
+    piece = stage_pb2.Frame(packet=b"x" * 6000, more=True).SerializeToString()
     last = stage_pb2.Frame(packet=b"y").SerializeToString()
     assert (first.read(piece), second.read(piece), second.read(piece)) == (None, None, None)
     with pytest.raises(NoFreeSlot, match="no room for another large packet"):
         second.read(last)
     assert second.read(last) == b"y", "a packet in one piece takes no room"
-    assert first.read(last) == b"x" * 60 + b"y"
+    assert first.read(last) == b"x" * 6000 + b"y"
     assert second.read(piece) is None
     second.close()
     assert first.read(piece) is None, "the room of a stream that ends is free"
-    assert first.read(last) == b"x" * 60 + b"y"
+    assert first.read(last) == b"x" * 6000 + b"y"
+
+
+def test_pieces_of_a_byte_take_room_for_what_holds_them() -> None:
+    reader = FrameReader("a link", PieceRoom(10 * 4096))
+    for _ in range(11):
+        assert reader.read(stage_pb2.Frame(packet=b"x", more=True).SerializeToString()) is None
+    assert reader.num_pieces == 0
+    with pytest.raises(NoFreeSlot, match="no room for another large packet"):
+        reader.read(stage_pb2.Frame(packet=b"x").SerializeToString())
+
+
+def test_a_trace_that_is_none_is_not_passed_on() -> None:
+    reader = FrameReader("a link")
+    (frame,) = packet_frames(replace(packet(1), traces=("x" * 300, TRACES[0])))
+    assert reader.read(frame) is not None
+    assert reader.traces == ("", TRACES[0])
 
 
 def test_an_empty_piece_is_refused_and_kept_nowhere() -> None:
@@ -172,3 +189,14 @@ def test_an_error_outside_the_tree_leaks_nothing() -> None:
     assert b"secret" not in error_frame(RuntimeError("a secret"), 5)
     for status in (b"", b"\xff\xff", b"\x08\x63"):
         assert isinstance(error_in(stage_pb2.PacketError(status=status), "The stage at x:1"), WorkerFailed)
+
+
+async def test_a_stream_whose_answers_are_not_read_ends() -> None:
+    outbox = Outbox()
+    for _ in range(1024):
+        outbox.put_nowait(b"an error")
+    assert await anext(outbox) == b"an error"
+    for _ in range(2):
+        outbox.put_nowait(b"an error")
+    with pytest.raises(InvalidPacket, match="not read"):
+        await anext(outbox)

@@ -24,6 +24,8 @@ _PADDING, _PACKET, _MORE, _TRACE = 0x0A, 0x12, b"\x18\x01", 0x4A
 _TRACE_CHARACTERS = 55
 """Length of a W3C trace context; another one is none."""
 _ALIGNMENT = 64
+_LEAST_ROOM = 4096
+"""Bytes of room that a piece takes at least: what holds it takes memory as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ def packet_frames(packet: Packet) -> Iterator[bytes]:
 
 def _traced(traces: tuple[str, ...]) -> bytes:
     """Return the field of the trace contexts, empty if there are none."""
-    return b"".join([bytes([_TRACE, len(trace)]) + trace.encode() for trace in traces]) if traces else b""
+    own = [trace.encode() if len(trace) == _TRACE_CHARACTERS else b"" for trace in traces]
+    return b"".join([bytes([_TRACE, len(trace)]) + trace for trace in own])
 
 
 def _framed(buffers: list[Buffer], num_bytes: int, rest: bytes) -> bytes:
@@ -185,12 +188,13 @@ class FrameReader:
         try:
             if self._piece_bytes > MAX_PACKET_BYTES:
                 raise InvalidPacket(f"A stage packet over {self.link} exceeds the limit of {MAX_PACKET_BYTES} bytes.")
-            self._room.take(num_bytes)
+            room = max(num_bytes, _LEAST_ROOM)
+            self._room.take(room)
         except SpecSplitError as error:
             self._refusal = error
             self.close()
         else:
-            self._held_bytes += num_bytes
+            self._held_bytes += room
             self._pieces.append(piece)
 
 

@@ -17,20 +17,22 @@ class SlotMover:
 
     def __init__(self, members: ChainMembers, in_order: asyncio.Lock) -> None:
         self._members, self._in_order = members, in_order
-        self._moving: set[asyncio.Task[None]] = set()
+        self._moving: dict[str, asyncio.Task[None]] = {}
+        """The task of each peer whose slots are being moved off."""
 
     def begin_draining(self, connector: ChainConnector, peer: StagePeer) -> None:
-        """Begin to move a draining stage's slots away."""
-        moving = asyncio.create_task(self._move_off(connector, peer))
-        self._moving.add(moving)
-        moving.add_done_callback(self._moving.discard)
+        """Begin to move a draining stage's slots away, if that has not begun."""
+        if peer.address not in self._moving:
+            moving = self._moving[peer.address] = asyncio.create_task(self._move_off(connector, peer))
+            moving.add_done_callback(lambda _: self._moving.pop(peer.address))
 
     async def aclose(self) -> None:
         """Give up what is being moved."""
-        for task in list(self._moving):
+        moving = list(self._moving.values())
+        for task in moving:
             task.cancel()
-        if self._moving:
-            await asyncio.wait(self._moving)
+        if moving:
+            await asyncio.wait(moving)
 
     async def move(self, connector: ChainConnector, peer: StagePeer, spare: StagePeer) -> int:
         """Let `spare` take the place of `peer` with its slots, and return how many were moved.

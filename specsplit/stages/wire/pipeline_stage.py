@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, StaleEpoch, WorkerUnreachable
+from specsplit.core.errors import CorruptPacket, InvalidPacket, SpecSplitError, StaleEpoch
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.stages.codec import decode
 from specsplit.stages.packet import Buffer, Packet
@@ -23,6 +23,8 @@ from specsplit.stages.wire.frames import ChainId, error_frame, packet_frames
 from specsplit.stages.wire.next_stage import NextLink
 
 WINDOW = 8
+_MOST_FRAMES = 1024
+"""Frames for a reader that does not read, after which its stream ends."""
 _log = logging.getLogger(__name__)
 
 
@@ -48,6 +50,9 @@ class Outbox:
     def put_nowait(self, frame: bytes) -> None:
         """Add a small frame even if there is no room."""
         if self._is_closed:
+            return
+        if len(self._frames) >= _MOST_FRAMES:
+            self.close(InvalidPacket("The answers to this stream are not read."))
             return
         self._frames.append(frame)
         self._has_frame.set()
@@ -261,8 +266,10 @@ class PipelineStage:
             try:
                 if packet is not None:
                     await self._pass(packet)
-            except WorkerUnreachable as error:
+            except Exception as error:  # noqa: BLE001 - the task lives as long as the position
                 assert packet is not None, "nothing was passed on"
+                if not isinstance(error, SpecSplitError):
+                    _log.error("passing a packet on failed", exc_info=error)
                 self.report(error, packet.request_id)
             finally:
                 self._leave()

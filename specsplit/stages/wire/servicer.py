@@ -197,6 +197,7 @@ class StageService:
                 try:
                     packet = reader.read(data)
                     if packet is None:
+                        self._received_bytes += len(data)
                         continue
                     if isinstance(packet, stage_pb2.Frame) and packet.leaving:
                         self._tenancy.abandon(position, outbox, 0.0)
