@@ -100,6 +100,11 @@ def in_groups(calls: Sequence[LinearCall]) -> list[list[LinearCall]]:
     return list(groups.values())
 
 
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return weights, or biases, one behind the other; one alone is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
 class Joined(Protocol):
     """Weights that are computed together."""
 

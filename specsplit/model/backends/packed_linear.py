@@ -25,7 +25,7 @@ from specsplit.core.errors import DeviceUnavailable
 from specsplit.model.backends.half_weights import half_product
 from specsplit.model.backends.product import Product
 from specsplit.model.backends.rounded_weights import Rounding, rounded_product, split_by_format
-from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, watched
+from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, joined, watched
 from specsplit.model.mapped_file import MappedFiles, addresses
 from specsplit.model.memory import is_exhausted, return_freed
 from specsplit.model.threads import side_by_side
@@ -268,7 +268,7 @@ class PackedLinears:
     def _packed(self, group: Sequence[LinearCall]) -> _Made:
         first = group[0]
         width = part_width(first.weight.shape[-1], self._width)
-        weights = first.weight.unbind() if first.offsets is not None else [_joined([call.weight for call in group])]
+        weights = first.weight.unbind() if first.offsets is not None else [joined([call.weight for call in group])]
         bias = _joined_bias(group)
         parts = [part for weight in weights for part in weight.split(width, dim=1)]
         halves = _halves(parts, bias) if first.offsets is None else ()
@@ -280,7 +280,7 @@ class PackedLinears:
 
 
 def _rounded(group: Sequence[LinearCall], form: WeightFormat) -> _Made:
-    weight = _joined([call.weight for call in group])
+    weight = joined([call.weight for call in group])
     of_all = rounded_product(form, weight, _joined_bias(group))
     kind = ProductKind(weight.shape[0], weight.shape[1], BITS[form])
     packed = _Packed((), _sizes(group), None, weight.shape[1], slice(0), (of_all,))
@@ -309,15 +309,11 @@ def _sizes(group: Sequence[LinearCall]) -> Sequence[int]:
 
 def _joined_bias(group: Sequence[LinearCall]) -> Tensor | None:
     biases = [call.bias for call in group if call.bias is not None]
-    return _joined(biases) if biases else None
+    return joined(biases) if biases else None
 
 
 def _size(parameter: Tensor | None) -> int:
     return parameter.numel() if parameter is not None else 0
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _let_go(weight: Tensor) -> None:

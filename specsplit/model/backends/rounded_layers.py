@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,13 +19,11 @@ from specsplit.model.backends.compiled_layers import gives_the_same, layer_calls
 from specsplit.model.backends.device_products import RoundedLinear
 from specsplit.model.backends.joined_linears import linear_places, replace_linears
 from specsplit.model.backends.rounded_weights import Rounding, split_by_format
-from specsplit.model.linear_calls import in_groups, watched
+from specsplit.model.linear_calls import in_groups, joined, watched
 from specsplit.model.memory import is_exhausted
 from specsplit.model.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
-
-
 _TOLERANCES: dict[WeightFormat, float] = {"int8": 0.1, "int4": 0.5}
 """Parts of its largest output that a layer may be off: much more is a fault, and what rounding itself costs is less."""
 
@@ -55,7 +53,8 @@ def round_linears(
     calls = layer_calls(model, forward)
     try:
         rounded = _replace(model, forward, rounding)
-        is_right = all(gives_the_same(call, _TOLERANCES[form]) for call in calls)
+        with torch.inference_mode():  # as the calls were made
+            is_right = all(gives_the_same(call, _TOLERANCES[form]) for call in calls)
     except Exception as error:
         if is_exhausted(error):
             words = "The GPU's memory ran out while the weights were rounded; use a smaller --context or model."
@@ -74,8 +73,8 @@ def _replace(model: nn.Module, forward: Callable[[], object], rounding: Rounding
             continue
         group = [places.pop(key) for key in keys]
         biases: list[Tensor | None] = [place.layer.bias for place in group]
-        bias = _joined([bias for bias in biases if bias is not None]) if biases[0] is not None else None
-        whole = RoundedLinear(form, _joined([place.layer.weight for place in group]), bias)
+        bias = joined([bias for bias in biases if bias is not None]) if biases[0] is not None else None
+        whole = RoundedLinear(form, joined([place.layer.weight for place in group]), bias)
         replace_linears(group, whole)
         rounded.bytes_by_format[whole.form] += whole.num_bytes
     if num_left:
@@ -83,10 +82,6 @@ def _replace(model: nn.Module, forward: Callable[[], object], rounding: Rounding
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what torch keeps of freed memory does not count as free
     return rounded
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _work(forward: Callable[[], object], rounding: Rounding) -> list[tuple[WeightFormat, list[int]]]:
