@@ -145,9 +145,9 @@ def test_pieces_of_a_byte_take_room_for_what_holds_them() -> None:
 
 def test_a_trace_that_is_none_is_not_passed_on() -> None:
     reader = FrameReader("a link")
-    (frame,) = packet_frames(replace(packet(1), traces=("x" * 300, TRACES[0])))
+    (frame,) = packet_frames(replace(packet(1), traces=("x" * 300, TRACES[0], "\u20ac" * 55)))
     assert reader.read(frame) is not None
-    assert reader.traces == ("", TRACES[0])
+    assert reader.traces == ("", TRACES[0], "")
 
 
 def test_an_empty_piece_is_refused_and_kept_nowhere() -> None:

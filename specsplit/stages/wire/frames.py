@@ -72,7 +72,7 @@ def packet_frames(packet: Packet) -> Iterator[bytes]:
 
 def _traced(traces: tuple[str, ...]) -> bytes:
     """Return the field of the trace contexts, empty if there are none."""
-    own = [trace.encode() if len(trace) == _TRACE_CHARACTERS else b"" for trace in traces]
+    own = [trace if len(trace) == _TRACE_CHARACTERS else b"" for trace in map(str.encode, traces)]
     return b"".join([bytes([_TRACE, len(trace)]) + trace for trace in own])
 
 
