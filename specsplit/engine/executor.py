@@ -368,8 +368,7 @@ class DeviceHealth:
 
     def fail(self, error: Exception) -> None:
         """Count an error in this step if it says something about the device, and not only about a request."""
-        is_of_device = not isinstance(error, SpecSplitError) or isinstance(error, OutOfMemory | ModelDamaged)
-        self._has_failed = self._has_failed or is_of_device
+        self._has_failed |= not isinstance(error, SpecSplitError) or isinstance(error, OutOfMemory | ModelDamaged)
 
     @contextlib.contextmanager
     def judging(self) -> Generator[None]:
@@ -377,9 +376,9 @@ class DeviceHealth:
         self.step_began_s = time.monotonic()
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again, as what it means
             self.fail(error)
-            raise
+            raise translated(error) from (error if is_exhausted(error) else error.__cause__)
         finally:
             self.end_step()
 

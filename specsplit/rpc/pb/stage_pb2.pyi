@@ -354,6 +354,7 @@ class StagePingResponse(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     COMPUTING_US_FIELD_NUMBER: _builtins.int
+    IS_FAILING_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Of the package."""
     process: _builtins.str
@@ -364,6 +365,8 @@ class StagePingResponse(_message.Message):
     sent_bytes: _builtins.int
     computing_us: _builtins.int
     """For how long the stage has computed what it computes just now; 0 where it is idle."""
+    is_failing: _builtins.bool
+    """Whether its last steps all failed, for a reason that is the device's."""
     @_builtins.property
     def identity(self) -> Global___StageIdentity: ...
     def __init__(
@@ -376,10 +379,11 @@ class StagePingResponse(_message.Message):
         received_bytes: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
         computing_us: _builtins.int = ...,
+        is_failing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_us", b"computing_us", "identity", b"identity", "process", b"process", "received_bytes", b"received_bytes", "sent_bytes", b"sent_bytes", "time_us", b"time_us", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_us", b"computing_us", "identity", b"identity", "is_failing", b"is_failing", "process", b"process", "received_bytes", b"received_bytes", "sent_bytes", b"sent_bytes", "time_us", b"time_us", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,13 +93,34 @@ class ChainMembers:
         for index, error in enumerate(errors):
             if error is not None and not await self.replace(index):
                 raise error
+            if error is None and self.stages[index].is_failing:  # better than none
+                await self.replace(index, by_failing=False)
 
-    async def replace(self, index: int) -> bool:
-        """Put a spare that fits in the place of a stage, and return whether there was one."""
-        lost = self.stages[index]
+    async def replace(self, index: int, *, by_failing: bool = True) -> bool:
+        """Put a spare that fits in the place of a stage, and return whether there was one.
+
+        One whose own steps fail comes last, or not at all unless `by_failing`.
+        """
+        fitting = await self._fitting_spares(self.stages[index])
+        fitting.sort(key=lambda spare: spare.is_failing)
+        if not fitting or (fitting[0].is_failing and not by_failing):
+            return False
+        self.swap(index, fitting[0])
+        return True
+
+    async def is_failing(self, peer: StagePeer) -> bool:
+        """Whether every step of a stage fails while a spare could take its place."""
+        try:
+            is_failing = (await peer.ping(PING_S)).is_failing
+        except SpecSplitError:  # its streams tell of one that does not answer
+            return False
+        return is_failing and any(not spare.is_failing for spare in await self._fitting_spares(peer))
+
+    async def _fitting_spares(self, lost: StagePeer) -> list[StagePeer]:
         assert lost.identity is not None, "a chain is connected before it is restored"
+        fitting = []
         # Identity and weights are checked again: another process may have taken a spare's address.
-        for spare in self.spares:
+        for spare in list(self.spares):
             try:
                 await self.admit(spare, lost.identity)
             except PeerMismatch:
@@ -107,11 +128,9 @@ class ChainMembers:
             except SpecSplitError:
                 await spare.renew()
                 continue
-            if spare.is_draining:
-                continue
-            self.swap(index, spare)
-            return True
-        return False
+            if not spare.is_draining:
+                fitting.append(spare)
+        return fitting
 
     def swap(self, index: int, spare: StagePeer) -> None:
         """Let a spare stand at `index`, and its predecessor stand by."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextvars import Context
 
 from specsplit.core.errors import PeerMismatch, SpecSplitError, StaleEpoch, WorkerUnreachable
 from specsplit.rpc.channel import Duplex, WorkerChannel
@@ -33,7 +34,7 @@ async def open_stream(
         NextUnreachable: the stage cannot reach the one that follows it.
         SpecSplitError: what the stage said; LinkError: it cannot be reached, or not in time.
     """
-    duplex = channel.duplex(FORWARD)
+    duplex = Context().run(channel.duplex, FORWARD)  # in no trace: it outlives the request that opens it
     try:
         async with asyncio.timeout(timeout_s):
             await duplex.write(hello_frame(chain, role))

@@ -43,6 +43,8 @@ class StagePing:
     sent_bytes: int
     computing_s: float
     """Time since its current step began, 0 while it is idle."""
+    is_failing: bool
+    """Whether its last steps all failed, for a reason that is the device's."""
     clock_skew_ms: float
     """Lead of the stage's clock over ours, give or take half the round trip."""
 
@@ -61,6 +63,8 @@ class StagePeer:
         self.identity: StageIdentity | None = None
         """Identity with which it was last admitted to the chain."""
         self.is_draining = False
+        self.is_failing = False
+        """Whether its steps failed when it was last admitted."""
         self.is_awaited = False
         """Whether its last answer is still awaited, or was when the caller gave up."""
         self.on_renamed: Callable[[], None] = lambda: None
@@ -80,7 +84,7 @@ class StagePeer:
     def admit(self, ping: StagePing) -> None:
         """Record who answered; a process that was restarted drains no longer."""
         self.is_draining = self.is_draining and self._process == ping.process
-        self.identity, self._process = ping.identity, ping.process
+        self.identity, self._process, self.is_failing = ping.identity, ping.process, ping.is_failing
 
     async def ping(self, timeout_s: float = CALL_S) -> StagePing:
         """Return the stage's state; raises LinkError if nobody answers, PeerMismatch if it is no stage."""
@@ -96,7 +100,7 @@ class StagePeer:
             identity = decode_identity(answer.identity)
             num_bytes = answer.received_bytes, answer.sent_bytes
             names = clean_name(answer.version), clean_name(answer.process)
-            return StagePing(identity, *names, *num_bytes, answer.computing_us / 1e6, skew_ms)
+            return StagePing(identity, *names, *num_bytes, answer.computing_us / 1e6, answer.is_failing, skew_ms)
 
         return self._read(read)
 

@@ -157,13 +157,18 @@ class RemoteChain:
             await self._connector.ready()
 
     async def look(self) -> None:
-        """Give up a chain that waits for a stage which hangs in a step, so that the next packet restores it."""
+        """Give up a chain whose stage hangs in a step, or fails while a spare is well: the next packet restores it."""
         connection = self._current()
-        if connection is None or connection.lost is not None or not connection.num_in_flight:
+        if connection is None or connection.lost is not None:
             return
-        error = await hanging(connection.peers, self.options.step_timeout_s)
-        if error is not None:
-            connection.lose(error)
+        if connection.num_in_flight:
+            error = await hanging(connection.peers, self.options.step_timeout_s)
+            if error is not None:
+                connection.lose(error)
+        while connection.in_doubt:
+            peer = connection.in_doubt.pop()
+            if await self._members.is_failing(peer):
+                connection.lose(WorkerUnreachable(f"{peer.name} fails in every step."))
 
     def lose(self, error: SpecSplitError) -> None:
         """Give up the connection as if a stream had broken with `error`, so that the next packet restores the chain."""

@@ -73,6 +73,7 @@ class StageService:
         self._process = secrets.token_hex(8)
         self._received_bytes, self._began_s = 0, time.monotonic()
         self._packet_room = PieceRoom()
+        self._exporting = asyncio.Lock()
 
     @cached_property
     def _slot_room(self) -> PieceRoom:
@@ -125,6 +126,7 @@ class StageService:
             received_bytes=self._received_bytes,
             sent_bytes=self._tenancy.sent_bytes,
             computing_us=int(self._tenancy.watch.running_s * 1e6),
+            is_failing=not self._stage.is_well,
         )
 
     def statistics(self) -> WorkerStatistics:
@@ -213,10 +215,11 @@ class StageService:
     async def _export(self, data: bytes, context: Context) -> AsyncGenerator[bytes]:
         request = calls.parse(stage_pb2.ExportKVRequest, data)
         self._tenancy.position_in(ChainId.of(request.chain))
-        state = await self._stage.export_kv(request.slot)
-        if state.num_rows:
-            for piece in slot_pieces(await encode_slot(state)):
-                yield piece
+        async with self._exporting:  # a slot's copy is as large as the slot: one at a time, however slowly it is read
+            state = await self._stage.export_kv(request.slot)
+            if state.num_rows:
+                for piece in slot_pieces(await encode_slot(state)):
+                    yield piece
 
     async def _import(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[bytes]:
         tenancy, chain, refused, is_first = self._tenancy, ChainId("", 0), None, True
