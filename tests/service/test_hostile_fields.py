@@ -22,7 +22,7 @@ from specsplit.rpc.server import Service, serving
 from specsplit.rpc.servicers import DraftService, TargetService
 from specsplit.speculation.options import Speculation
 from specsplit.stages.wire.servicer import StageService
-from tests.support.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, plain_tokens
+from tests.support.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, Faults, plain_tokens
 from tests.support.language import FakeTokenizer
 from tests.support.lies import Lie, LyingService, lies_about
 from tests.support.remote_chains import opened_remote
@@ -109,7 +109,7 @@ async def test_a_draft_that_lies_about_a_field_harms_no_text(mode: Mode, lies: S
     for lie in lies:
         service = LyingService(DraftService(FakeDraft()), "GenerateDrafts", lie)
         async with serving(LOOPBACK, [cast(Service, service)]) as server, drafter_at(server) as draft:
-            outcome = await outcome_of(FakeTarget(), draft, mode)
+            outcome = await outcome_of(FakeTarget(Faults(pauses=30)), draft, mode)  # as slow as to need the draft
         assert isinstance(outcome, Result), (str(lie), outcome)
         assert outcome.token_ids == TRUTH, str(lie)
         num_told += service.num_told
