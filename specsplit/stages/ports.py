@@ -71,6 +71,11 @@ class Stage(Protocol):
         """
         ...
 
+    @property
+    def is_well(self) -> bool:
+        """Whether its device computes: its last steps did not all fail for a reason of the device."""
+        ...
+
     def forward_now(self, packet: Packet) -> Packet | None:
         """Do what `forward` does before it returns; None, and nothing done, if it takes too long for an event loop."""
         ...

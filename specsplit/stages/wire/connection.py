@@ -121,10 +121,8 @@ class Connection:
         self.lose(WorkerUnreachable("The chain was closed during the call."))
         if in_order:
             await self._end()
-        for duplex in self._duplexes:
-            duplex.cancel()
-        for task in self._tasks:
-            task.cancel()
+        for ended in (*self._duplexes, *self._tasks):
+            ended.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -180,9 +178,8 @@ class Connection:
     def _take_answer(self, index: int, data: Buffer, link: str) -> None:
         answer, last = decode(data, link), len(self.peers) - 1
         if (index, answer.stage_from) != (last, last):
-            name = self.peers[index].name
-            error = InvalidPacket(f"{name} answered as stage {answer.stage_from}; only the last one, {last}, does.")
-            self._fail(error, answer.request_id)
+            who = f"{self.peers[index].name} answered as stage {answer.stage_from}"
+            self._fail(InvalidPacket(f"{who}; only the last one, {last}, does."), answer.request_id)
             return
         self._last_answered = answer.request_id
         waiting = self._in_flight.get(answer.request_id)
