@@ -40,6 +40,9 @@ class ChatTemplate:
         # Longest first, since one control token's text may begin another's.
         self._controls = sorted(filter(None, controls.texts), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+        self._starts = {control[:length] for control in self._controls for length in range(1, len(control))}
+        self._ends = {control[-length:] for control in self._controls for length in range(1, len(control))}
+        self._longest_edge = max(map(len, self._controls), default=1) - 1
         self._folded_controls = "\n".join(self._controls).casefold()
         self._first_signs = {control[0] for control in self._controls if not control[0].isalnum()}
 
@@ -56,7 +59,20 @@ class ChatTemplate:
         for name, value in given.items():
             if isinstance(value, str) and (value not in own_texts or self._control.search(value)):
                 given[name] = self._hide_label(value, hidden)
-        text, ids = self._render(shown, given), list[int]()
+        text = self._render(shown, given)
+        ids = self._ids_of(hidden, text)
+        if (plain := hidden.with_edges(text)) != text:
+            # Most edges, such as the > of a quotation, become no control token, and belong to the words beside them.
+            plain_ids = self._ids_of(hidden, plain)
+            if self._controls_among(plain_ids) == self._controls_among(ids):
+                return plain_ids
+        return ids
+
+    def _controls_among(self, ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id in self._control_ids]
+
+    def _ids_of(self, hidden: _HiddenTexts, text: str) -> list[int]:
+        ids: list[int] = []
         for part, is_hidden in hidden.parts(text):
             ids += self._encode_plainly(part) if is_hidden else self._encode(part)
         return ids
@@ -82,9 +98,9 @@ class ChatTemplate:
         """Return `content` with marks for all that is, or beside the template's text could become, a control token."""
         shown = self._control.sub(lambda match: hidden.mark(match[0]), content)
         head = self._length_at_edge(shown, at_start=True)
-        shown = hidden.mark(shown[:head]) + shown[head:] if head else shown
+        shown = hidden.mark_edge(shown[:head]) + shown[head:] if head else shown
         tail = len(shown) - self._length_at_edge(shown, at_start=False)
-        shown = shown[:tail] + hidden.mark(shown[tail:]) if tail < len(shown) else shown
+        shown = shown[:tail] + hidden.mark_edge(shown[tail:]) if tail < len(shown) else shown
         # A normalizer may make a control token of other letters, and a vocabulary of words know it as a word.
         has_control = any(
             not is_hidden and not self._control_ids.isdisjoint(self._encode(part))
@@ -94,10 +110,8 @@ class ChatTemplate:
 
     def _length_at_edge(self, text: str, *, at_start: bool) -> int:
         """Return how much of the start of `text` ends a control token's text, or of its end begins one."""
-        longest = min(len(text), max(map(len, self._controls), default=1) - 1)
-        for length in range(longest, 0, -1):
-            edge = text[:length] if at_start else text[-length:]
-            if any(control.endswith(edge) if at_start else control.startswith(edge) for control in self._controls):
+        for length in range(min(len(text), self._longest_edge), 0, -1):
+            if text[:length] in self._ends if at_start else text[-length:] in self._starts:
                 return length
         return 0
 
@@ -119,12 +133,26 @@ class _HiddenTexts:
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
+        self._edges: set[str] = set()
+        """Marks of texts that are a part of a control token at most."""
 
     def mark(self, text: str) -> str:
         """Return the mark to stand for `text`, in which earlier marks are resolved."""
         mark = _MARK.format(secrets.randbelow(10**18))
         self._texts[mark] = "".join(part for part, _ in self.parts(text))
         return mark
+
+    def mark_edge(self, text: str) -> str:
+        """Return the mark of a text that only with its neighbours may become a control token."""
+        mark = self.mark(text)
+        self._edges.add(mark)
+        return mark
+
+    def with_edges(self, text: str) -> str:
+        """Return `text` with such texts in the place of their marks."""
+        if not self._edges:
+            return text
+        return _MARKED.sub(lambda found: self._texts[found[0]] if found[0] in self._edges else found[0], text)
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
         """Yield the parts of `text` in order, and whether each was hidden."""

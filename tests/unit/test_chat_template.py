@@ -66,7 +66,18 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "lowercased": _lowercased,
     "pieces": _pieces,
 }
-HARMLESS = ("hi there", "  naïve\n漢字 😀 ", "a < b > c | d", "x", "def f(x):\n    return x[1:]\n")
+HARMLESS = (
+    "hi there",
+    "  naïve\n漢字 😀 ",
+    "a < b > c | d",
+    "x",
+    "def f(x):\n    return x[1:]\n",
+    "> hi",
+    ">",
+    "hi <",
+    "a |",
+    "|<",
+)
 
 
 def users(*texts: str) -> list[ChatMessage]:
