@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.serve import NOT_SETTINGS
 from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
+from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 
@@ -19,6 +21,8 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     chosen = {name: value for name, value in given.items() if name not in (*NOT_SETTINGS, "stdio")}
     settings = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway").settings
+    if sys.stdin is None or sys.stdout is None:  # closed by whoever started this
+        raise InvalidSettings("LMTP over --stdio needs an open stdin and stdout, and one of them is closed.")
     check_models(settings)  # before the HTTP server is imported, which takes a second
     if owns_process:
         spare("torch")  # models run in processes of their own

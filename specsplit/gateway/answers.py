@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from specsplit.gateway.generation import Answer, chunks_of
 from specsplit.gateway.logprobs import TextOffsets, TokenEntry
+from specsplit.gateway.long_answers import slices
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.quotas import Answering, Spend
@@ -105,11 +107,23 @@ class Answers:
                 parts[index].extend(chunk.text, self._entries(index, chunk), chunk.finish_reason)
                 if self.body.speculative.trace:
                     traces[index].append(trace_of(chunk, self.model.tokenizer))
-        choices = [self.format.whole(part) for part in parts]
+        choices = [await self._choice(part) for part in parts]
         if self.body.speculative.trace:
             for choice, trace in zip(choices, traces, strict=True):
                 choice["speculative"] = trace
         return self._message(self.format.whole_object, choices, usage=self._usage(), **self._statistics())
+
+    async def _choice(self, part: Part) -> dict[str, Any]:
+        """Return a finished choice, whose log-probabilities are made a slice at a time."""
+        first, *others = slices(part.entries)
+        choice = self.format.whole(replace(part, entries=list(first)))
+        for entries in others:
+            await asyncio.sleep(0)
+            more = self.format.whole(Part(part.index, entries=list(entries)))["logprobs"]
+            for name, values in more.items():
+                if isinstance(values, list):
+                    choice["logprobs"][name] += values
+        return choice
 
     async def events(self) -> AsyncGenerator[Event]:
         """Yield the answers as they come; iterate inside `contextlib.aclosing`.
@@ -153,14 +167,18 @@ class Answers:
                 if index in unopened:
                     unopened.remove(index)
                     if (opening := openings[index]) is not None:
-                        yield Part(index, *opening, is_opening=True), None
+                        for part in _opening_parts(index, *opening):
+                            yield part, None
                 entries = self._entries(index, chunk)
                 if not (chunk.text or chunk.finish_reason or traces or (wants_tokens and entries)):
                     continue  # a character or a possible stop string is not complete yet
                 part = Part(index, chunk.text, entries, chunk.finish_reason)
                 yield part, trace_of(chunk, self.model.tokenizer) if traces else None
         for index in sorted(unopened):  # only the prompt was asked for
-            yield Part(index, *(openings[index] or ("", [])), finish_reason="length"), None
+            *first, last = _opening_parts(index, *(openings[index] or ("", [])))
+            for part in first:
+                yield part, None
+            yield replace(last, finish_reason="length", is_opening=False), None
 
     async def _opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
         """Return what an answer begins with, behind which its tokens come."""
@@ -214,3 +232,12 @@ class Answers:
         if self.detail != "none":
             found["metrics"] = {"speculative_decoding": self.record.to_dict(self.detail)}
         return found
+
+
+def _opening_parts(index: int, text: str, entries: Sequence[TokenEntry]) -> Iterator[Part]:
+    """Yield what an answer begins with; a long prompt's tokens come in several parts, each with its text."""
+    begin, parts = 0, list(slices(entries))
+    for number, some in enumerate(parts, 1):
+        end = parts[number][0].offset if number < len(parts) else len(text)
+        yield Part(index, text[begin:end], list(some), is_opening=number == 1)
+        begin = end

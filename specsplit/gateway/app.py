@@ -29,6 +29,7 @@ from specsplit.gateway.keys import KeyRing
 from specsplit.gateway.lmtp.message_log import MessageLog
 from specsplit.gateway.lmtp.session import LmtpServer
 from specsplit.gateway.lmtp.websocket import LmtpApp
+from specsplit.gateway.long_answers import to_json
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.other_servers import our_path
@@ -260,6 +261,7 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         deadline = Deadline.from_now(body.timeout)
 
         async def prepare() -> Answers:
+            gateway.quotas.check(_quota_of(request))  # a long prompt takes the tokenizer seconds
             prompts = await prompt_ids(model, body, deadline)
             form, limit = CompletionFormat(model, body, prompts, deadline), max(1, body.token_limit)
             requests = make_requests(body, prompts, limit, body.logprobs, request.state.caller, deadline)
@@ -274,6 +276,7 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         deadline = Deadline.from_now(body.timeout)
 
         async def prepare() -> Answers:
+            gateway.quotas.check(_quota_of(request))
             prompt = await conversation_ids(model, body, deadline)
             limit = body.max_completion_tokens or body.max_tokens or model.identity.context
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -291,10 +294,12 @@ async def _answer(request: Request, body: Generation, prepare: Callable[[], Awai
             async for event in prepared:
                 yield event
 
-    async def whole() -> Event:
-        return await (await prepare()).whole()
+    async def whole() -> str:
+        return await to_json(await (await prepare()).whole())
 
-    return EventStream(events()) if body.stream else JSONResponse(await until_disconnect(request.receive, whole()))
+    if body.stream:
+        return EventStream(events())
+    return Response(await until_disconnect(request.receive, whole()), media_type="application/json")
 
 
 def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
@@ -302,12 +307,13 @@ def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await read_body(request, TokenizeBody, gateway.max_body_bytes)
         model = gateway.models.find(body.model)
-        if body.messages is not None:
-            messages = [message.for_template() for message in body.messages]
-            encoding = model.encode_messages(messages, variables=body.chat_template_kwargs)
-        else:
-            encoding = model.encode(body.prompt or "")
-        tokens = await until_disconnect(request.receive, encoding)
+        with gateway.quotas.answering(_quota_of(request), 0):
+            if body.messages is not None:
+                messages = [message.for_template() for message in body.messages]
+                encoding = model.encode_messages(messages, variables=body.chat_template_kwargs)
+            else:
+                encoding = model.encode(body.prompt or "")
+            tokens = await until_disconnect(request.receive, encoding)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": model.identity.context}
 
     @app.post("/detokenize", openapi_extra=_documented(DetokenizeBody))

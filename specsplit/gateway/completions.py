@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from specsplit.core.types import TokenLogProb
 from specsplit.gateway.answers import Part
 from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.logprobs import TextOffsets, TokenEntry, completion_logprobs
+from specsplit.gateway.long_answers import slices
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.schemas import CompletionBody, Generation
 from specsplit.orchestrator.request import Request
@@ -86,13 +88,18 @@ class CompletionFormat:
     )
     """Entries by ids and text: another text with the same ids has its tokens at other places."""
 
+    _decoded: dict[int, str] = field(default_factory=dict[int, str])
+    """Texts of prompts that came as ids, by number."""
+
     async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
         """Return the prompt if it is to be echoed."""
         if not self.body.echo:
             return None
         number = index // (self.body.n or 1)
         prompt, ids = self.body.prompt[number], self.prompts[number]
-        text = prompt if isinstance(prompt, str) else self.model.tokenizer.decode(ids)
+        text = prompt if isinstance(prompt, str) else self._decoded.get(number)
+        if text is None:  # on a thread: a megabyte of ids takes a tenth of a second
+            text = self._decoded[number] = await asyncio.to_thread(self.model.tokenizer.decode, ids)
         return text, [] if self.body.logprobs is None else await self._prompt_entries(ids, text)
 
     async def _prompt_entries(self, ids: tuple[int, ...], text: str) -> list[TokenEntry]:
@@ -110,7 +117,11 @@ class CompletionFormat:
                     began_s=self.deadline.began_s,
                 )
                 found += scores.tokens
-            self._scored[ids, text] = TextOffsets(self.model.tokenizer, text=text).entries(ids, found)
+            offsets, entries = TextOffsets(self.model.tokenizer, text=text), list[TokenEntry]()
+            for some_ids, some in zip(slices(ids), slices(found), strict=True):
+                entries += offsets.entries(some_ids, some)
+                await asyncio.sleep(0)
+            self._scored[ids, text] = entries
         return self._scored[ids, text]
 
     def whole(self, part: Part) -> dict[str, Any]:

@@ -32,12 +32,11 @@ class GatewayQuotas:
         self._max_requests, self._rate, self._refused = max_requests, TokenRate(tokens_per_s), refused
         self._running = Counter[str]()
 
-    @contextmanager
-    def answering(self, caller: str, num_tokens: int) -> Generator[Spend]:
-        """Count a request for the length of the block, which is given what takes the tokens of its answers.
+    def check(self, caller: str) -> None:
+        """Refuse what could not be answered now, before any work for it.
 
         Raises:
-            Overloaded: on entry, if the caller is beyond a limit.
+            Overloaded: the caller is beyond a limit.
         """
         wait_s = self._rate.wait_s(caller)
         if wait_s:
@@ -46,6 +45,15 @@ class GatewayQuotas:
         if self._max_requests is not None and self._running[caller] >= self._max_requests:
             sentence = f"This key has {self._max_requests} requests under way, as many as one may have"
             raise self._refusal("requests", sentence, RETRY_S)
+
+    @contextmanager
+    def answering(self, caller: str, num_tokens: int) -> Generator[Spend]:
+        """Count a request for the length of the block, which is given what takes the tokens of its answers.
+
+        Raises:
+            Overloaded: on entry, if the caller is beyond a limit.
+        """
+        self.check(caller)
         has_spent = False
 
         def spend(count: int) -> None:

@@ -23,7 +23,7 @@ from specsplit.core.types import TokenizerFiles
 from specsplit.model.identity import files_hash, read_tokenizer_files
 from specsplit.model.memory import is_exhausted
 from specsplit.model.meta_init import WithoutMemory
-from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
+from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.transformers_models import AutoModelForCausalLM, PreTrainedModel
 
@@ -198,13 +198,20 @@ def load_tokenizer(path: str, name: str, config: Any) -> tuple[TransformersToken
     return tokenizer, tokenizer.eos_ids
 
 
-def tokenizer_files(path: str, name: str, tokenizer: TransformersTokenizer | None) -> TokenizerFiles | None:
-    """Return the files of a model's tokenizer; None if it has none, or if they are not in a folder."""
-    folder = model_folder(path)
+def tokenizer_files(folder: Path | None, name: str, tokenizer: TransformersTokenizer | None) -> TokenizerFiles | None:
+    """Return the files of a model's tokenizer; None if it has none, or if they are not in a folder.
+
+    A tokenizer.json is among them, made from the others where it is missing: whoever gets them reads nothing else.
+    """
     if tokenizer is None or folder is None:
         return None
     files = read_tokenizer_files(folder, name)
+    if _TOKENIZER_JSON not in files and (made := tokenizer.as_json()):
+        files[_TOKENIZER_JSON] = made.encode()
     return TokenizerFiles(files_hash(files), tokenizer.eos_ids, files)
+
+
+_TOKENIZER_JSON = "tokenizer.json"
 
 
 def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:

@@ -206,7 +206,7 @@ def load_model(
         eos_ids=eos_ids,
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
         weight_format=form,
-        tokenizer_files=tokenizer_files(path, name, tokenizer),
+        tokenizer_files=tokenizer_files(model_folder(path), name, tokenizer),
         weights_hash=rounded_hash(_weights_hash(path, name), form),
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,

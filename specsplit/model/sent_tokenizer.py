@@ -93,8 +93,9 @@ def tokenizer_from_files(files: TokenizerFiles, folder: Path, limit_s: float = T
     process = LimitedProcess(limit_s)
     try:
         # Read within limits first: what cannot be read there is not tried here.
-        if (folder / "tokenizer.json").is_file():
-            process.call({"call": "check", "file": str(folder / "tokenizer.json")}, TOKENIZER_LOAD_S)
+        if not (folder / "tokenizer.json").is_file():  # transformers would convert the other files, without limits
+            raise ModelDamaged("it has no tokenizer.json, which a target of this release would send")
+        process.call({"call": "check", "file": str(folder / "tokenizer.json")}, TOKENIZER_LOAD_S)
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True, mistral_format=False
         )

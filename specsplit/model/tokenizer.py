@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from tokenizers.decoders import ByteLevel
@@ -64,6 +65,10 @@ class _TokenBytes(dict[int, bytes]):
             return token.encode()
 
 
+_NUM_KEPT = 1 << 15
+"""Texts of single tokens that are kept: answers with log-probabilities have the same ones again and again."""
+
+
 class TransformersTokenizer:
     """Text to ids and back; `eos_ids` join the tokenizer's and the generation config's."""
 
@@ -83,6 +88,7 @@ class TransformersTokenizer:
         if self._backend is not None:
             _drop_sections(self._backend)
         self._template = _template_source(tokenizer)
+        self._text_behind = lru_cache(_NUM_KEPT)(self._find_text_behind)
         self._lead: list[int] | None = None
         """The last token of some text, for looking at others behind it."""
         added: dict[int, Any] = tokenizer.added_tokens_decoder
@@ -165,6 +171,10 @@ class TransformersTokenizer:
         ids = frozenset(vocabulary[text] for text in texts if text in vocabulary and text != unknown)
         return ControlTokens(sorted(texts), ids)
 
+    def as_json(self) -> str:
+        """Return the tokenizer as the tokenizers library writes it; empty if it is of another library."""
+        return "" if self._backend is None else str(self._backend.to_str())
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
         if self._backend is not None:
@@ -179,6 +189,9 @@ class TransformersTokenizer:
             return self._special_texts[token_id]
         if self._token_bytes is not None:
             return self._token_bytes[token_id].decode(errors="replace")
+        return self._text_behind(token_id)
+
+    def _find_text_behind(self, token_id: int) -> str:
         # Some decoders drop the blank before the first token, so another one stands before it.
         if self._lead is None:
             self._lead = self.encode("a")[-1:]

@@ -42,10 +42,11 @@ class Served:
         self.runner = runner
         self._url, self._keys, self._metrics = url, keys, metrics
 
-    async def ask(self, name: str, **changes: Any) -> httpx.Response:
+    async def ask(self, name: str, path: str = "/v1/completions", **changes: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {self._keys[name]}"}
         async with httpx.AsyncClient(base_url=self._url, timeout=60, headers=headers) as client:
-            return await client.post("/v1/completions", json={**BODY, **changes})
+            body = {"prompt": "abc"} if path == "/tokenize" else {**BODY, **changes}
+            return await client.post(path, json=body)
 
     @asynccontextmanager
     async def lmtp(self, name: str) -> AsyncGenerator[aiohttp.ClientWebSocketResponse]:
@@ -117,6 +118,19 @@ async def test_a_key_that_used_up_its_tokens_is_told_when_it_has_some(monkeypatc
         check_refusal(refused, "tokens")
         assert (await gateway.ask("bob", echo=True, max_tokens=0)).status_code == 200
         assert gateway.metric("requests_over_limit_total", limit="tokens") == 1
+
+
+async def test_a_prompt_beyond_the_limits_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caller_limits, "BURST_S", 1.0)
+    async with served(tokens_per_s=0.5) as gateway:
+        assert (await gateway.ask("alice")).status_code == 200
+
+        async def encode(*arguments: Any) -> list[int]:
+            pytest.fail("a long prompt takes the tokenizer seconds")
+
+        monkeypatch.setattr(ServedModel, "encode", encode)
+        check_refusal(await gateway.ask("alice", prompt="abc"), "tokens")
+        check_refusal(await gateway.ask("alice", "/tokenize"), "tokens")
 
 
 async def test_a_stream_of_lmtp_that_is_refused_costs_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

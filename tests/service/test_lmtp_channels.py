@@ -48,7 +48,7 @@ class GatedTarget(FakeTarget):
 
 @pytest.fixture(params=CHANNELS)
 async def client(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
-    async with connected(request.param, FakeTarget()) as made:
+    async with connected(request.param, FakeTarget(context=4096)) as made:
         yield made
 
 

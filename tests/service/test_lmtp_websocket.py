@@ -16,6 +16,7 @@ from websockets.frames import Frame, Opcode
 
 from specsplit.gateway import server as servers
 from specsplit.gateway.app import Gateway, create_lmtp_app
+from specsplit.gateway.lmtp.session import LmtpServer
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.limits import MAX_FRAME_BYTES
@@ -50,7 +51,7 @@ async def lmtp(target: FakeTarget) -> AsyncGenerator[Served]:
 
 
 @asynccontextmanager
-async def stopped_reader(served: Served, gate: asyncio.Event | None) -> AsyncGenerator[None]:
+async def stopped_reader(served: Served, gate: asyncio.Event | None) -> AsyncGenerator[asyncio.StreamWriter]:
     """A client that asks and never reads: its buffers are full before `gate` lets its streams have a token."""
     host, port = served.server.address.rsplit(":", 1)
     connection = socket.socket()
@@ -76,7 +77,7 @@ async def stopped_reader(served: Served, gate: asyncio.Event | None) -> AsyncGen
         await until_stuck(writer)
         gate.set()
     try:
-        yield
+        yield writer
     finally:
         writer.transport.abort()
 
@@ -135,8 +136,26 @@ async def test_a_path_is_taken_as_it_is_routed() -> None:
 
 async def test_a_frame_of_the_largest_size_is_read() -> None:
     async with lmtp(FakeTarget()) as served, served.client() as client:
-        await client.send('GENERATE {"stream_id": 1, "prompt": [1], "max_tokens": 1}'.ljust(MAX_FRAME_BYTES))
+        most = LmtpServer(ModelTable([served.model])).max_frame
+        asked = 'GENERATE {"stream_id": 1, "prompt": [1], "max_tokens": 1}'
+        await client.send(asked.ljust(most))
         assert len(await client.end_of()) == 1
+        await client.send(asked.ljust(most + 1))
+        await wait_until(lambda: bool(client.others("MSG")))
+        (refused,) = client.others("MSG")
+        assert refused["stream_id"] == 1
+        assert f"at most {most} bytes" in refused["error"]
+
+
+async def test_a_flood_of_pings_whose_answers_nobody_reads_is_cut_off() -> None:
+    async with lmtp(FakeTarget()) as served, stopped_reader(served, None) as writer:
+        ping = Frame(Opcode.PING, bytes(125)).serialize(mask=True)
+        with suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(ping * 1000)
+                await writer.drain()
+                await asyncio.sleep(0)
+        await wait_until(lambda: not served.target.num_under_way)
 
 
 async def test_a_drain_lets_open_streams_end_and_takes_no_new_one() -> None:

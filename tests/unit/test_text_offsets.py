@@ -127,6 +127,20 @@ class WatchingTarget(FakeTarget):
         return await super().score(prompt, scored, logit_bias, top_logprobs)
 
 
+async def test_an_echo_of_ids_is_decoded_once_for_all_choices() -> None:
+    class CountingTokenizer(FakeTokenizer):
+        num_whole = 0
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            self.num_whole += list(token_ids) == [*b"abcd"]
+            return super().decode(token_ids)
+
+    tokenizer = CountingTokenizer()
+    made = await whole(tokenizer, prompt=[*b"abcd"], echo=True, n=5, seed=1)
+    assert all(choice["text"].startswith(super(CountingTokenizer, tokenizer).decode([*b"abcd"])) for choice in made)
+    assert tokenizer.num_whole == 1
+
+
 async def test_an_echo_is_scored_before_its_answers_have_slots() -> None:
     asked = {"prompt": ["ab", "cd"], "echo": True, "n": 2, "seed": 3}
     streamed = await joined(FakeTokenizer(), WatchingTarget(), **asked)

@@ -7,6 +7,8 @@ from typing import Any
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame, Opcode
 
+MAX_UNREAD_BYTES = 1 << 20
+"""A client that sends pings while so much waits for it is cut off."""
 DRAIN = "specsplit.drain"
 """The type of the message that asks the application to come to its end."""
 
@@ -31,6 +33,13 @@ class LastWordProtocol(WebSocketsSansIOProtocol):
         # client might never see our last frames.
         if self._close_frame is None:
             super().data_received(data)
+
+    def handle_ping(self) -> None:
+        # Answers of pings wait for nobody: a client that reads none of them would fill our memory with them.
+        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.transport.abort()
+            return
+        super().handle_ping()
 
     def handle_parser_exception(self) -> None:
         self.handle_events()  # whole frames before the broken one

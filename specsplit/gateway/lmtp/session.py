@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -19,8 +20,11 @@ from specsplit.gateway.lmtp.news import StreamNews
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.quotas import GatewayQuotas
-from specsplit.limits import MAX_LMTP_STREAMS, MAX_OPEN_CHARACTERS, SMALL_BYTES
+from specsplit.limits import MAX_BODY_BYTES, MAX_LMTP_STREAMS, MAX_OPEN_CHARACTERS, SMALL_BYTES
 
+_NUMBER = 16
+"""Characters that a token id or a bias takes at most, as clients write them."""
+_STREAM_ID = re.compile(r'"stream_id"\s*:\s*([0-9]{1,15})\b')
 MAX_AT_ONCE = 64
 """Streams of one client that are with the workers at once; the others wait here for their turn."""
 _LAST_WORD_S = 1.0
@@ -38,6 +42,13 @@ class LmtpServer:
     metrics: Metrics = field(default_factory=Metrics)
     log: MessageLog | None = None
     quotas: GatewayQuotas = field(default_factory=GatewayQuotas)
+
+    @property
+    def max_frame(self) -> int:
+        """Characters of a frame that some model could have a use for; reading a longer one would hold up all others."""
+        known = [model.identity for model in self.models.served]
+        numbers = max((identity.context + identity.vocab_size for identity in known), default=0)
+        return max(MAX_BODY_BYTES, _NUMBER * numbers)
 
 
 class LmtpSession:
@@ -64,6 +75,9 @@ class LmtpSession:
 
     async def handle(self, frame: str) -> None:
         """Begin what a frame asks for. What is wrong with it is answered, and never raised."""
+        if len(frame) > (most := self._server.max_frame):
+            await self.refuse(f"A frame for these models has at most {most} bytes.", _stream_named(frame))
+            return
         is_small = len(frame) <= SMALL_BYTES
         try:
             # On a thread: a megabyte takes a tenth of a second, in which every other answer would stand still.
@@ -225,3 +239,8 @@ class LmtpSession:
         if self._server.log is not None:
             self._server.log.sent(self._name, kind, items)
         await self._send(messages.frame(kind, items))
+
+
+def _stream_named(frame: str) -> int | None:
+    found = _STREAM_ID.search(frame[:SMALL_BYTES])
+    return int(found[1]) if found is not None else None

@@ -15,6 +15,7 @@ from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.quotas import Answering
 from specsplit.limits import MAX_REFUSED_S, SMALL_BYTES
+from specsplit.orchestrator.context_limit import context_exceeded
 from specsplit.orchestrator.request import Chunk, Request
 from specsplit.orchestrator.text import ByteDetokenizer, Detokenizer, detokenizer_of
 
@@ -147,6 +148,8 @@ async def score(
         InvalidRequest: nothing to score, or a text beside ids.
     """
     prompt, scored = await _scored_ids(model, asked)
+    if len(prompt) + len(scored) > model.identity.context:
+        raise context_exceeded(len(prompt) + len(scored), model.identity)
     texts: _Texts | None = None
     if isinstance(asked.scored, str):
         # All of the prompt, not a token as context: a character of `scored` may begin in the prompt's last one.

@@ -10,8 +10,8 @@ import torch
 
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.core.types import TokenizerFiles
-from specsplit.model.files import load_config, load_tokenizer
-from specsplit.model.identity import files_hash, has_weights, read_tokenizer_files, weights_hash
+from specsplit.model.files import load_config, load_tokenizer, tokenizer_files
+from specsplit.model.identity import has_weights, weights_hash
 from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, LoadedModel, as_context, as_dtype
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.runner import Runner
@@ -102,18 +102,11 @@ def load_chain_model(
         node_limit=node_limit,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
-        tokenizer_files=_tokenizer_files(folder, name, tokenizer),
+        tokenizer_files=tokenizer_files(folder, name, tokenizer),
         weights_hash=rounded_hash(_hash(folder, name), form),
         config_hash=_config_hash(folder, name),
         model_revision=commit_of(folder),
     )
-
-
-def _tokenizer_files(folder: Path | None, name: str, tokenizer: TransformersTokenizer | None) -> TokenizerFiles | None:
-    if tokenizer is None or folder is None:
-        return None
-    files = read_tokenizer_files(folder, name)
-    return TokenizerFiles(files_hash(files), tokenizer.eos_ids, files)
 
 
 def _hash(folder: Path | None, name: str) -> str:
