@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 SLICE = 256
 """Tokens whose log-probabilities are made, or become JSON, in one go: some milliseconds with 20 others each."""
-_MAX_S = 0.005
+MAX_S = 0.005
 """Seconds after which other tasks have a turn."""
 # Made once: json.dumps makes one for every value.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -29,7 +29,7 @@ async def to_json(answer: dict[str, Any]) -> str:
     began_s = time.perf_counter()
     for piece in _pieces(answer, 0):
         pieces.append(piece)
-        if time.perf_counter() - began_s > _MAX_S:
+        if time.perf_counter() - began_s > MAX_S:
             await asyncio.sleep(0)
             began_s = time.perf_counter()
     return "".join(pieces)

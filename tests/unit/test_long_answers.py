@@ -33,7 +33,7 @@ async def test_the_json_in_pieces_is_that_of_the_whole(answer: dict[str, Any]) -
 
 
 async def test_others_run_while_a_long_answer_becomes_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_answers, "_MAX_S", 0.0)
+    monkeypatch.setattr(long_answers, "MAX_S", 0.0)
     making, num_turns = asyncio.create_task(to_json(ANSWERS[3])), 0
     while not making.done():
         await asyncio.sleep(0)

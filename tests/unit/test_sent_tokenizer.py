@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged, ResourceError
 from specsplit.core.ports import ChatMessage
@@ -24,11 +25,12 @@ from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.models import ServedModel
 from specsplit.model import sent_tokenizer
+from specsplit.model.files import load_tokenizer, tokenizer_files
 from specsplit.model.identity import files_hash
 from specsplit.model.limited_process import LimitedProcess
 from specsplit.model.sent_tokenizer import SentTokenizer, tokenizer_from_files
 from specsplit.model.tokenizer_cache import shrink_cache
-from tests.support.model_zoo import byte_tokenizer
+from tests.support.model_zoo import FAMILIES, byte_tokenizer, save_model
 
 HI: list[ChatMessage] = [{"role": "user", "content": "hi"}]
 HANG: list[ChatMessage] = [{"role": "user", "content": "hang"}]
@@ -256,3 +258,21 @@ def test_the_oldest_tokenizers_leave_the_cache(tmp_path: Path) -> None:
     shrink_cache(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["age-10"], "it may be in use"
     shrink_cache(tmp_path / "none", 0)
+
+
+def test_a_tokenizer_json_is_made_from_older_files(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["llama"](), seed=1)
+    words = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "vocab.json").write_text(json.dumps(words))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    expected, _ = load_tokenizer(str(folder), "it", AutoConfig.from_pretrained(folder))
+    files = tokenizer_files(folder, "it", expected)
+    assert expected is not None and files is not None
+    with closing(tokenizer_from_files(files, tmp_path / "t")) as made:
+        assert made.encode("Hello, wörld x") == expected.encode("Hello, wörld x")
+    older = {name: content for name, content in files.files.items() if name != "tokenizer.json"}
+    with pytest.raises(ModelDamaged, match=r"it has no tokenizer\.json"):
+        tokenizer_from_files(TokenizerFiles(files_hash(older), (), older), tmp_path / "older")

@@ -8,14 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Gemma3Config, GenerationConfig
+from transformers import Gemma3Config, GenerationConfig
 from transformers.integrations.mistral import tokenizer as mistral
 from transformers.models.auto import tokenization_auto
 
@@ -243,25 +242,6 @@ async def test_a_tokenizer_that_cannot_be_read_is_one_sentence(
     files = {**(await files_of(str(folder))).files, **change}
     with pytest.raises(ModelDamaged, match="The tokenizer that the target sent cannot be read"):
         tokenizer_from_files(TokenizerFiles(files_hash(files), (), files), tmp_path / "t")
-
-
-async def test_a_tokenizer_json_is_made_from_older_files(folder: Path, tmp_path: Path) -> None:
-    words = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    (folder / "vocab.json").write_text(json.dumps(words))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    (expected, _), files = (
-        load_tokenizer(str(folder), "it", AutoConfig.from_pretrained(folder)),
-        await files_of(str(folder)),
-    )
-    assert expected is not None
-    with closing(tokenizer_from_files(files, tmp_path / "t")) as made:
-        assert made.encode(TEXT) == expected.encode(TEXT)
-    older = {name: content for name, content in files.files.items() if name != "tokenizer.json"}
-    with pytest.raises(ModelDamaged, match=r"it has no tokenizer\.json"):
-        tokenizer_from_files(TokenizerFiles(files_hash(older), (), older), tmp_path / "older")
 
 
 async def test_another_tokenizer_in_the_folder_is_replaced_whole(folder: Path, tmp_path: Path) -> None:
