@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.research.real_shapes import loading
+from benchmarks.research.real_shapes import loading, make
 from benchmarks.research.real_shapes.make import made_pair
 from benchmarks.research.real_shapes.measure import RealShapeSettings, check, run
 from benchmarks.research.real_shapes.shapes import SHAPES, find_shape
@@ -26,6 +26,25 @@ def test_a_made_pair_agrees_as_often_as_asked_and_is_made_once(tmp_path: Path):
     target, draft = (load_model(folder, role="target", threads=1, context=64) for folder in (made.target, made.draft))
     assert target.identity.vocab_hash == draft.identity.vocab_hash
     assert target.vocab_size == draft.vocab_size == 2048
+
+
+def test_an_interrupted_making_leaves_nothing_and_an_old_half_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    half = tmp_path / "tiny-0.8-0" / "target"
+    half.mkdir(parents=True)
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(make, "save_file", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            made_pair(SHAPES["tiny"], 0.8, tmp_path, 0, lambda line: None)
+    assert not any(tmp_path.iterdir())
+    half.mkdir(parents=True)
+    made = made_pair(SHAPES["tiny"], 0.8, tmp_path, 0, lambda line: None)
+    assert (Path(made.target) / "model.safetensors").is_file()
 
 
 def test_a_shape_or_a_system_that_does_not_exist_is_refused_by_name():
