@@ -18,6 +18,7 @@ from benchmarks.research.checkouts.compare import checkouts
 from benchmarks.research.comparison.command import compare
 from benchmarks.research.figures import figures
 from benchmarks.research.network_bars import network_bars
+from benchmarks.research.options import parse_floats, parse_ints, parse_names
 from benchmarks.research.real_shapes.command import real_shapes
 from benchmarks.research.rounds.profile import profile
 from benchmarks.research.rounds.traced import trace
@@ -119,14 +120,10 @@ def smoke(
 
     console = report.new_console()
     settings = RunSettings(
-        smoke_run.SYSTEMS,
-        workload=HELD_OUT,
-        num_prompts=prompts,
-        num_new_tokens=new_tokens,
-        num_rounds=rounds,
+        smoke_run.SYSTEMS, workload=HELD_OUT, num_prompts=prompts, num_new_tokens=new_tokens, num_rounds=rounds
     )
     tell = partial(console.print, markup=False)
-    found = _whole(smoke_run.run(settings, _ints(threads), report.Progress(console), tell))
+    found = _whole(smoke_run.run(settings, parse_ints(threads), report.Progress(console), tell))
     report.show_section(console, of_cells(found, Path("this"), "smoke"))
     report.emit(found, output)
     raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
@@ -150,7 +147,7 @@ def run(
     from benchmarks.report.sections import of_run
 
     sizes = {"num_prompts": prompts or None, "num_new_tokens": new_tokens, "threads": threads}
-    settings = bench.RunSettings(_names(systems), temperature=temperature, is_chat=chat, **sizes, **setup)
+    settings = bench.RunSettings(parse_names(systems), temperature=temperature, is_chat=chat, **sizes, **setup)
     _measure(partial(bench.run, settings, output), of_run)
 
 
@@ -174,9 +171,11 @@ def sweep(
     from benchmarks.report.sections import of_sweep
     from benchmarks.sweep_grid import GridSettings
 
-    axes = {"rtts_ms": _floats(rtt_ms), "concurrencies": _ints(concurrency), "temperatures": _floats(temperature)}
+    axes = {"rtts_ms": parse_floats(rtt_ms), "concurrencies": parse_ints(concurrency)}
     sizes = {"num_prompts": prompts, "num_new_tokens": new_tokens, "threads": threads}
-    settings = GridSettings(_names(modes), link=link, **axes, **sizes, **setup)
+    settings = GridSettings(
+        parse_names(modes), link=link, temperatures=parse_floats(temperature), **axes, **sizes, **setup
+    )
     _measure(partial(sweep_run.run, settings, output), of_sweep)
 
 
@@ -213,12 +212,12 @@ def load(
     from benchmarks.research.load_section import of_load
 
     console = report.new_console()
-    sizes, lengths = _ints(clients), _ints(new_tokens)
-    axes = {"clients": sizes, "lengths": lengths, "temperatures": _floats(temperature), "threads": threads}
+    sizes, lengths = parse_ints(clients), parse_ints(new_tokens)
+    axes = {"clients": sizes, "lengths": lengths, "temperatures": parse_floats(temperature), "threads": threads}
     counts = {"num_requests": requests, "num_arrivals": arrivals, "num_prompts": prompts}
     counts["num_new_tokens"] = max(lengths)
     setup |= {"sessions": sessions or max(sizes), "queue": queue, "rate": rate, "overload": overload}
-    named = tuple(name for name in _names(systems) if not url or name.endswith("@remote"))
+    named = tuple(name for name in parse_names(systems) if not url or name.endswith("@remote"))
     asked = {"systems": (*named, ENDPOINT) if url else named, "endpoint": Endpoint(url, model, key) if url else None}
     settings = LoadSettings(limits=Limits(ttft_ms / 1e3, itl_ms / 1e3), **asked, **axes, **counts, **setup)
     found = _whole(load_run.run(settings, report.Progress(console)))
@@ -281,24 +280,6 @@ def _whole(found: T | None) -> T:
         typer.echo(NOTHING_WHOLE, err=True)
         raise typer.Exit(INTERRUPTED)
     return found
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 0,0.6,1") from error
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    values = _floats(text)
-    if not all(value >= 1 and value.is_integer() for value in values):
-        raise typer.BadParameter(f"{text!r} is no list of whole numbers from 1 on")
-    return tuple(int(value) for value in values)
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def measure(
     num_cells = len(threads) * len(temperatures)
     for count in threads:
         chosen = replace(settings, threads=count, measures_costs=False)
-        entries = [registry.find(name, chosen) for name in settings.systems]
+        entries = bench.find_entries(chosen)
         with ExitStack() as scope:
             loaded = bench.set_up(scope, chosen, entries, prompts, progress)
             for line in (f"Skipped {name}: {why}" for name, why in loaded.skipped.items()):

@@ -47,7 +47,7 @@ def run(settings: RunSettings, output: Path | None, progress: Progress, tell: Te
         SpecSplitError: the settings do not fit each other, the models or the content of `output`; nothing can be
             measured; or `output` cannot be written.
     """
-    entries = _entries(settings)
+    entries = find_entries(settings)
     prompts = workloads.load(settings.workload, settings.num_prompts, settings.sha256)
 
     def ready(scope: ExitStack) -> Bench:
@@ -68,7 +68,12 @@ def _remarks(bench: Bench) -> list[str]:
     return told + [line for each in bench.entries for line in summary.reservations(each.name, bench.dialect(each))]
 
 
-def _entries(settings: RunSettings) -> list[Entry]:
+def find_entries(settings: RunSettings) -> list[Entry]:
+    """Return the systems of the settings.
+
+    Raises:
+        InvalidRequest: none is named, one is named twice, or one cannot be measured.
+    """
     if not settings.systems:
         raise InvalidRequest("Name at least one system with --systems.", param="systems")
     if len(set(settings.systems)) < len(settings.systems):

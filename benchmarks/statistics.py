@@ -40,12 +40,14 @@ class Bar:
     relation: Literal[">=", "<=", "=="]
     bound: float
     note: str = ""
+    lowest: float | None = None
+    """Bound of the lowest round too, if there is one; for `>=` alone."""
 
     @property
     def is_met(self) -> bool:
         value = self.value.median
         if self.relation == ">=":
-            return value >= self.bound
+            return value >= self.bound and (self.lowest is None or self.value.low >= self.lowest)
         if self.relation == "<=":
             return value <= self.bound
         return all(sample == self.bound for sample in self.value.samples)

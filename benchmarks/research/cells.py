@@ -13,6 +13,11 @@ def spread(value: Estimate, digits: int = 2) -> str:
     return f"{value.median:.{digits}f}  [{value.low:.{digits}f}, {value.high:.{digits}f}]"
 
 
+def bounds_of(relation: str, bound: float, lowest: float | None) -> str:
+    """Return the bounds of a bar, as the tables show them."""
+    return f"{relation} {bound:.4g}" + (f", lowest {lowest:.4g}" if lowest is not None else "")
+
+
 def show_neighbours(console: Console, share: float | None) -> None:
     """Warn of figures from a machine that others were using."""
     if share is not None and share > BUSY_SHARE:

@@ -10,6 +10,7 @@ from benchmarks.report import plots, systems
 from benchmarks.report.plots import Plot
 from benchmarks.report.sections import warn
 from benchmarks.report.tables import Record, Section, Table, models_of, shown, spread
+from benchmarks.research.cells import bounds_of
 
 
 def of_cells(record: Record, path: Path, name: str) -> Section:
@@ -68,7 +69,7 @@ def bar_table(bars: Sequence[Record], title: str = "Bars") -> Table:
         (
             f"{bar['id']}: {bar['measure']}",
             spread(bar["value"]) if isinstance(bar["value"], Mapping) else shown(bar["value"]),
-            f"{bar['relation']} {shown(bar['bound'])}",
+            bounds_of(bar["relation"], bar["bound"], bar.get("lowest")),
             shown(bar["is_met"]),
             bar.get("note", ""),
         )

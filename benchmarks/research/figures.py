@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks.environment import commit, is_clean, provenance, require_bench_extra
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.research.inflate import RECORD as INFLATED
+from benchmarks.research.made_folder import read_record
 from benchmarks.results_file import SCHEMA
 from specsplit.core.errors import InvalidSettings, ResourceError
 
@@ -31,6 +33,7 @@ REPORT_MINUTES = 0.6
 KEPT = ("coupling_study.jsonl", "stage-sessions.jsonl")
 """Part of the report; each has a command of its own."""
 _SHIPPED = Path(__file__).parents[1] / "results"
+RESULTS, TINY_RESULTS = Path("benchmarks/results"), Path("build/tiny-figures")
 PEERS = "generate,assisted,assisted-constant,lookup-4,lookup-10,bare"
 
 
@@ -177,8 +180,13 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def _clear(part: Part, *, is_fresh: bool, tell: Tell) -> None:
-    """Remove what the part shall write anew: everything where `is_fresh`, else results of another commit."""
-    if not part.output.exists() or not (is_fresh or (part.output.is_file() and _commit_of(part) not in ("", commit()))):
+    """Remove what the part shall write anew: everything if `is_fresh`, else what is not known to be of this checkout.
+
+    A part counts if it is of the same commit and had uncommitted changes only if there are some now.
+    """
+    found, is_changed = _origin_of(part), provenance()["has_uncommitted_changes"]
+    is_of_now = found.get("commit") == commit() and found.get("has_uncommitted_changes", is_changed) == is_changed
+    if not part.output.exists() or (is_of_now and not is_fresh):
         return
     tell(f"Replacing {part.output}.")
     if part.output.is_dir():
@@ -187,14 +195,19 @@ def _clear(part: Part, *, is_fresh: bool, tell: Tell) -> None:
         part.output.unlink()
 
 
-def _commit_of(part: Part) -> str:
-    """Return the commit in a results file's first line; nothing for what names none, such as a trace."""
+def _origin_of(part: Part) -> dict[str, Any]:
+    """Return the commit of a results file's first line or a folder's record, and whether there were changes beside it.
+
+    Empty if there is none to rely on, as in a trace.
+    """
+    if part.output.is_dir():
+        return read_record(part.output, INFLATED)
     try:
         with part.output.open("rb") as file:
             header = json.loads(file.readline())
-        return str(header["provenance"]["commit"]) if header.get("schema", SCHEMA) == SCHEMA else "older"
+        return dict(header["provenance"]) if header.get("schema", SCHEMA) == SCHEMA else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "" if not part.resumes else "unknown"
+        return {}
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -209,7 +222,9 @@ def run_command(arguments: Sequence[str]) -> int:
 
 @app.command()
 def figures(
-    output: Annotated[Path, typer.Option(help="Folder of the results.", file_okay=False)] = Path("benchmarks/results"),
+    output: Annotated[
+        Path | None, typer.Option(help=f"Folder of the results: {RESULTS}, of --tiny {TINY_RESULTS}.", file_okay=False)
+    ] = None,
     models: Annotated[Path, typer.Option(help="Folder of inflated targets.", file_okay=False)] = Path("build/bench"),
     tiny: Annotated[bool, typer.Option("--tiny", help="See that every part works; the figures mean nothing.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
@@ -217,12 +232,14 @@ def figures(
     """Measure the whole set of figures and write their report; what is whole is not measured again."""
     require_bench_extra()
     console = report.new_console()
-    sizes = TINY if tiny else FULL
+    sizes, folder = (TINY, output or TINY_RESULTS) if tiny else (FULL, output or RESULTS)
+    if tiny and folder.resolve() == _SHIPPED.resolve():
+        raise InvalidSettings(f"Figures of --tiny mean nothing; name another folder than {folder}.")
     if not tiny and not is_clean(provenance()):
         raise InvalidSettings(
             "The tree has changes that are in no commit, so nobody could measure it again; commit first."
         )
     code = run(
-        output, models, sizes, is_fresh=fresh, tell=lambda line: console.print(line, markup=False, soft_wrap=True)
+        folder, models, sizes, is_fresh=fresh, tell=lambda line: console.print(line, markup=False, soft_wrap=True)
     )
     raise typer.Exit(code)

@@ -5,22 +5,20 @@ Chooses sizes and tells what was found; `inflated_model` knows the layers.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.environment import provenance
+from benchmarks.environment import commit, provenance
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.research.made_folder import beside, publish
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidRequest, ModelDamaged
 from specsplit.model.extra import require_worker_extra
@@ -72,6 +70,11 @@ class InflatedFacts:
     t_v1_ms: float | None = None
     """Median time of a verify of one token over 256 rows, in fp32; None where it was not measured."""
     threads: int | None = None
+    source_hash: str = ""
+    """Hash of the source's weights."""
+    commit: str = ""
+    has_uncommitted_changes: bool = False
+    """Whether the checkout that made it had any."""
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields in JSON types."""
@@ -91,11 +94,12 @@ def inflated(source: str | Path, folder: Path, *, extra_layers: int, mlp_factor:
         ModelNotFound, ModelDamaged: `source` cannot be read, or the copy's logits are not the same.
     """
     from benchmarks.research import inflated_model
+    from specsplit.model.identity import weights_hash
 
     _check_request(folder, Size(extra_layers, mlp_factor))
     opened = inflated_model.open_source(str(source))
     width = round(opened.intermediate_size * mlp_factor)
-    with _beside(folder) as scratch:
+    with beside(folder) as scratch:
         written = inflated_model.write(opened, scratch, extra_layers, width, seed)
         difference = written.difference
         if not difference.largest <= TOLERANCE * max(1.0, difference.scale):
@@ -115,8 +119,11 @@ def inflated(source: str | Path, folder: Path, *, extra_layers: int, mlp_factor:
             weight_bytes=written.weight_bytes,
             max_logit_difference=difference.largest,
             max_logit=difference.scale,
+            source_hash=weights_hash(opened.path),
+            commit=commit(),
+            has_uncommitted_changes=bool(provenance()["has_uncommitted_changes"]),
         )
-        _published(scratch, facts)
+        _publish(scratch, facts)
     return facts
 
 
@@ -129,29 +136,9 @@ def _check_request(folder: Path, size: Size) -> None:
         raise InvalidRequest(f"{folder} exists and is no empty folder; choose another.", param="folder")
 
 
-@contextmanager
-def _beside(folder: Path) -> Generator[Path]:
-    """Give a folder next to `folder` to work in, so that `folder` appears only once everything is in it."""
-    scratch: Path | None = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        yield scratch
-    except OSError as error:
-        raise InvalidRequest(f"{folder} cannot be written ({error.strerror or error}).", param="folder") from error
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _published(scratch: Path, facts: InflatedFacts) -> None:
-    """Put a whole copy in its place, with its facts beside the weights, for others to read too."""
+def _publish(scratch: Path, facts: InflatedFacts) -> None:
     record = {name: value for name, value in facts.to_dict().items() if name != "folder"}
-    (scratch / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    scratch.chmod(0o755)
-    for file in scratch.iterdir():
-        file.chmod(0o644)
-    scratch.replace(facts.folder)
+    publish(scratch, Path(facts.folder), RECORD, record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +173,7 @@ def calibrated(
     _check_request(folder, Size(0, 1))
     opened = inflated_model.open_source(str(source))
     tried: list[Tried] = []
-    with _beside(folder) as scratch:
+    with beside(folder) as scratch:
         start_s = time.perf_counter()
         while (size := next_size(tried, target_ms, opened)) is not None:
             copy = scratch / str(len(tried))
@@ -200,7 +187,7 @@ def calibrated(
         _refuse_too_fast(tried, target_ms)
         best = nearest(tried, target_ms)
         facts = replace(best.facts, folder=str(folder), t_v1_ms=best.t_v1_ms, threads=threads)
-        _published(Path(best.facts.folder), facts)
+        _publish(Path(best.facts.folder), facts)
     return facts
 
 

@@ -330,6 +330,8 @@ def test_bars_compare_the_systems_they_name():
     assert missed == {"plain / bare forward", "share of a round beside the forwards"}
     bounds = {bar.measure.partition(",")[0]: bar.bound for bar in smoke.check_bars(sampled) if bar.id == "P2"}
     assert bounds == {"auto / plain": 1.0, "pingpong-no-lookup / plain": 1.15}
+    lowest = {bar.measure.partition(",")[0]: bar.lowest for bar in smoke.check_bars(sampled) if bar.lowest is not None}
+    assert lowest == {"auto / plain": 0.93}
 
 
 def test_one_generation_with_a_forward_too_many_breaks_p9():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import sweep_run
+from benchmarks import environment, sweep_run
 from benchmarks.__main__ import app
 from benchmarks.measuring import Bench
 from benchmarks.report import page, sections
@@ -289,6 +289,39 @@ def test_the_report_of_the_figures_has_every_part_and_what_is_kept(tmp_path: Pat
     assert str(kept) in files, "the folder's own goes before the shipped one"
     assert all(Path(file).is_file() for file in files if Path(file).name in figures.KEPT)
     assert bars == ("benchmarks", "network-bars", str(tmp_path / "round-trip.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("found", "is_kept"),
+    [({}, True), ({"commit": "another"}, False), ({"has_uncommitted_changes": "other"}, False), (None, False)],
+)
+def test_figures_replace_folders_of_another_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, str] | None, is_kept: bool
+):
+    folder = next(part.output for part in figures.parts(tmp_path, tmp_path / "m", figures.TINY) if not part.resumes)
+    folder.mkdir(parents=True)
+    record = {} if found is None else {**environment.provenance(), **found}
+    (folder / "inflated.json").write_text(json.dumps(record, indent=2))
+    monkeypatch.setattr(figures, "run_command", lambda arguments: 0)
+    figures.run(tmp_path, tmp_path / "m", figures.TINY, is_fresh=False, tell=lambda line: None)
+    assert folder.exists() == is_kept
+
+
+def test_tiny_figures_never_stand_beside_the_shipped_ones(monkeypatch: pytest.MonkeyPatch):
+    chosen: list[Path] = []
+
+    def note(folder: Path, *rest: object, **options: object) -> int:
+        chosen.append(folder)
+        return 0
+
+    monkeypatch.setattr(figures, "run", note)
+    assert CliRunner().invoke(app, ["figures", "--tiny"]).exit_code == 0
+    assert chosen == [figures.TINY_RESULTS]
+    refused = CliRunner().invoke(
+        app, ["figures", "--tiny", "--output", str(Path(figures.__file__).parents[1] / "results")]
+    )
+    assert "mean nothing" in str(refused.exception)
+    assert len(chosen) == 1
 
 
 def test_figures_keep_whole_parts_of_this_commit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

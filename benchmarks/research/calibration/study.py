@@ -27,6 +27,7 @@ from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.calibration.section import KIND
 from benchmarks.research.calibration.settings import DEFAULT_PROMPTS, MODES, StudySettings
+from benchmarks.research.options import parse_floats, parse_names
 from benchmarks.results_file import SCHEMA
 from benchmarks.settings import Shape
 from specsplit.core import defaults
@@ -130,7 +131,7 @@ def calibration(
 ) -> None:
     """Judge the estimates of acceptance on real text: reliability, and AUC against the draft's own probability."""
     settings = StudySettings(
-        modes=tuple(name.strip() for name in modes.split(",") if name.strip()),
+        modes=parse_names(modes),
         temperatures=_temperatures(temperature),
         num_prompts=prompts,
         num_new_tokens=new_tokens,
@@ -157,10 +158,7 @@ def calibration(
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 0,0.6,1") from error
+    values = parse_floats(text)
     if not all(0 <= value <= 10 for value in values):
         raise typer.BadParameter("temperatures must be between 0 and 10")
     return values

@@ -18,6 +18,7 @@ from benchmarks import workloads
 from benchmarks.environment import provenance
 from benchmarks.report import console as report
 from benchmarks.research.app import app
+from benchmarks.research.options import parse_floats
 from specsplit.core.defaults import EMBEDDED
 from specsplit.model.extra import require_worker_extra
 
@@ -306,10 +307,7 @@ def coupling_study(
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 0.6,1") from error
+    values = parse_floats(text)
     if not all(0.05 <= value <= 10 for value in values):
         raise typer.BadParameter("temperatures must be between 0.05 and 10; at 0 there is nothing to draw")
     return values

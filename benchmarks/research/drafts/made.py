@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.research.made_folder import beside, is_made, publish
 from benchmarks.systems import System
 from specsplit.core.errors import InvalidRequest
 
 USELESS_SEED = 20_260
-_CONFIG = "config.json"
+RECORD = "made.json"
+"""What a useless draft was made from, left in its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +54,28 @@ class Making:
     systems: Sequence[System] = ()
 
     def useless(self, source: str, folder: Path) -> MadeDraft:
-        """Make one with random weights."""
-        if not _is_there(folder):
+        """Make one with random weights, in the place of one that was made from another source or seed."""
+        if not is_made(folder, RECORD, _useless_recipe(_path(source), USELESS_SEED)):
             write_useless(source, folder)
         return MadeDraft(str(folder))
 
     def slow(self, source: str, folder: Path, slowness: float, threads: int) -> MadeDraft:
         """Make one that says the same and takes `slowness` times as long: an inflated copy.
 
+        One that was made from another source is replaced. The folder is one of this `slowness`; how slow it is under
+        `threads` is measured each time.
+
         Raises:
             ModelUnsupported: it cannot be inflated.
         """
+        from benchmarks.research.inflate import RECORD as INFLATED
         from benchmarks.research.inflate import calibrated
         from benchmarks.research.inflated_model import verify_ms
+        from specsplit.model.identity import weights_hash
 
         path = _path(source)
         before_ms = verify_ms(path, threads)
-        if not _is_there(folder):
+        if not is_made(folder, INFLATED, {"source_hash": weights_hash(path)}):
             calibrated(path, folder, slowness * before_ms, threads)
         return MadeDraft(str(folder), verify_ms(folder, threads), before_ms)
 
@@ -83,21 +90,27 @@ def write_useless(source: str, folder: Path, seed: int = USELESS_SEED) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if folder.exists() and any(folder.iterdir()):
-        raise InvalidRequest(f"{folder} is not empty; name another folder.", param="drafts")
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in _path(source).iterdir():
-        if file.suffix == ".json" and "safetensors" not in file.name:
-            shutil.copyfile(file, folder / file.name)
-    cast(Any, torch).manual_seed(seed)
-    config = cast(Any, AutoConfig).from_pretrained(folder)
-    cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32).save_pretrained(folder)
+        raise InvalidRequest(
+            f"{folder} is not empty and has no {RECORD}; remove it, or name another folder.", param="drafts"
+        )
+    path = _path(source)
+    with beside(folder) as scratch:
+        for file in path.iterdir():
+            if file.suffix == ".json" and "safetensors" not in file.name:
+                shutil.copyfile(file, scratch / file.name)
+        cast(Any, torch).manual_seed(seed)
+        config = cast(Any, AutoConfig).from_pretrained(scratch)
+        cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32).save_pretrained(scratch)
+        publish(scratch, folder, RECORD, _useless_recipe(path, seed))
+
+
+def _useless_recipe(path: Path, seed: int) -> dict[str, object]:
+    from specsplit.model.identity import weights_hash
+
+    return {"kind": "useless", "source_hash": weights_hash(path), "seed": seed}
 
 
 def _path(source: str) -> Path:
     from specsplit.model.source import resolve
 
     return Path(resolve(source, "draft")[0])
-
-
-def _is_there(folder: Path) -> bool:
-    return (folder / _CONFIG).is_file() and any(folder.glob("*.safetensors"))

@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.cells import show_neighbours
+from benchmarks.research.options import parse_floats, parse_ints, parse_names
 from benchmarks.research.origin import origin_for
 
 ALL = "plain,pingpong,auto,lookup,bare,generate,assisted,assisted-constant,prompt-lookup"
@@ -52,10 +53,10 @@ def real_shapes(
     settings = RealShapeSettings(
         shape=shape,
         cache=cache,
-        systems=tuple(name.strip() for name in systems.split(",")),
+        systems=parse_names(systems),
         agreement=agreement,
-        contexts=tuple(int(part) for part in context.split(",")),
-        temperatures=tuple(float(part) for part in temperature.split(",")),
+        contexts=parse_ints(context),
+        temperatures=parse_floats(temperature),
         draft_vocab=draft_vocab,
         num_new_tokens=tokens,
         num_rounds=rounds,
@@ -66,7 +67,7 @@ def real_shapes(
     )
     tell = partial(console.print, markup=False)
     if formats is not None:
-        found = measure.run_formats(settings, formats.split(","), tell)
+        found = measure.run_formats(settings, parse_names(formats), tell)
     else:
         found = measure.run_loading(settings, tell) if loading else measure.run(settings, tell)
     for cell in found.get("cells", ()):
@@ -76,12 +77,17 @@ def real_shapes(
 
 
 def _show(console: Console, cell: Record) -> None:
-    """Print the ratios of a cell and the parts of its rounds."""
+    """Print the ratios, rates and times of a cell with their ranges, and the parts of its rounds."""
     where = f"context {cell['context']}, T = {cell['temperature']:g}"
-    listed = report.table(f"Ratios, {where}", "ratio", "median", "lowest", "highest")
-    for name, value in cell["ratios"].items():
-        listed.add_row(name, *[f"{value[each]:.2f}" for each in ("median", "low", "high")])
-    console.print(listed)
+    for title, field, digits in (
+        ("Ratios", "ratios", 2),
+        ("Tokens per second of decoding", "tokens_per_s", 1),
+        ("Seconds to the first token", "ttft_s", 3),
+    ):
+        listed = report.table(f"{title}, {where}", "", "median", "lowest", "highest")
+        for name, value in cell[field].items():
+            listed.add_row(name, *[f"{value[each]:.{digits}f}" for each in ("median", "low", "high")])
+        console.print(listed)
     if cell["parts_ms"]:
         names = sorted({part for parts in cell["parts_ms"].values() for part in parts})
         shown = report.table(f"Milliseconds a round, {where}", "mode", *names)

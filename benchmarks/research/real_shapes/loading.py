@@ -48,14 +48,14 @@ told()
 PROGRAMS = {"ours": _OURS, "transformers": _THEIRS, "import": _IMPORT}
 
 
-def measure(pair: Pair, threads: int) -> Record:
-    """Run each program once in a process of its own.
+def measure(pair: Pair, threads: int, *, is_reversed: bool = False) -> Record:
+    """Run each program once in a process of its own, in turn or in reversed order.
 
     Returns its seconds from the start to the first token, those until its end, and its bytes behind the first token.
     """
     found: Record = {}
     weight_bytes = sum(file.stat().st_size for file in Path(pair.target).glob("*.safetensors"))
-    for name, program in PROGRAMS.items():
+    for name, program in reversed(PROGRAMS.items()) if is_reversed else PROGRAMS.items():
         start_s = time.monotonic()  # Linux has one such clock for all processes
         chosen = (_COMMON + program).replace("START_S", repr(start_s))
         chosen = chosen.replace("THREADS", str(threads)).replace("TARGET", repr(pair.target))

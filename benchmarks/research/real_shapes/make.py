@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.research.made_folder import beside, publish, read_record
 from benchmarks.research.real_shapes.shapes import PairShape
 from benchmarks.research.real_shapes.tokenizer import write_tokenizer
 
@@ -71,17 +71,14 @@ def made_pair(shape: PairShape, agreement: float, cache: Path, seed: int, tell: 
     """Return the pair of a shape from the cache folder, made on `device` before if it is not there."""
     place = "" if device == "cpu" else "-gpu"  # whose random numbers are others
     folder = cache / f"{shape.name}-{agreement:g}-{seed}{place}"
-    record = folder / RECORD
-    if record.is_file():
-        facts = json.loads(record.read_text(encoding="utf-8"))
-        if facts["version"] == VERSION:
-            return MadePair(**{**facts, "target": str(folder / "target"), "draft": str(folder / "draft")})
+    facts = read_record(folder, RECORD)
+    if facts.get("version") == VERSION:
+        return MadePair(**{**facts, "target": str(folder / "target"), "draft": str(folder / "draft")})
+    if folder.exists():  # an older version, or a copy that was interrupted before folders were renamed
         shutil.rmtree(folder)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        made = _make(shape, agreement, Path(scratch), seed, tell, device)
-        (Path(scratch) / RECORD).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
-        shutil.copytree(scratch, folder)
+    with beside(folder) as scratch:
+        made = _make(shape, agreement, scratch, seed, tell, device)
+        publish(scratch, folder, RECORD, asdict(made))
     return made_pair(shape, agreement, cache, seed, tell, device)
 
 

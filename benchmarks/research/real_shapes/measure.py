@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.agreement import differences
 from benchmarks.environment import Neighbours
 from benchmarks.processes import Child
 from benchmarks.research.real_shapes import formats as forward_formats
@@ -111,6 +112,7 @@ def _cell(
     tell: Tell,
 ) -> Record:
     samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
+    tasks = [make_task(settings, length, temperature, number) for number in range(settings.num_rounds)]
     for number in range(-NUM_WARM_UPS, settings.num_rounds):
         task = make_task(settings, length, temperature, number)
         # Every system comes first, and last, about as often as any other.
@@ -124,6 +126,9 @@ def _cell(
     tell(
         f"context {length}, T = {temperature:g}: " + ", ".join(f"{name} {max(row):.1f}" for name, row in rates.items())
     )
+    texts = _compare_texts(tasks, samples, ours) if ours is not None else None
+    if texts is not None and texts["differences"]:
+        tell(f"{len(texts['differences'])} texts differ from plain decoding's, which promised {texts['exactness']}.")
     parts: Record = {}
     if ours is not None and settings.has_parts:
         task = make_task(settings, length, temperature, settings.num_rounds)
@@ -134,9 +139,28 @@ def _cell(
         "tokens_per_s": {name: estimate(row).to_dict() for name, row in rates.items()},
         "ttft_s": {name: estimate(row).to_dict() for name, row in ttfts_s.items() if row},
         "ratios": {name: value.to_dict() for name, value in (ratios(rates) | ttft_ratio(ttfts_s)).items()},
+        "texts": texts,
         "acceptance": {name: _acceptance(row) for name, row in samples.items() if row[0].result is not None},
         "parts_ms": parts,
     }
+
+
+def _compare_texts(tasks: Sequence[Task], samples: dict[str, list[Sample]], ours: Child) -> Record | None:
+    """Return how many texts of our modes were compared with plain decoding's, what was promised, and what differs."""
+    rows = {name: row for name, row in samples.items() if row[0].result is not None}
+    if "plain" not in rows:
+        return None
+    found: list[Record] = []
+    for number, task in enumerate(tasks):
+
+        def margin(token_ids: Sequence[int], task: Task = task) -> float:
+            return ours.ask("top2_margin", list(token_ids), task.sampling, task.seed)
+
+        listed = differences([task], "plain", [{name: [row[number]] for name, row in rows.items()}], margin)
+        found += [each.to_dict() for each in listed]
+    promised = {sample.result.exactness for row in rows.values() for sample in row if sample.result is not None}
+    exactness = "bits" if promised == {"bits"} else "near ties"
+    return {"num_compared": len(tasks) * (len(rows) - 1), "exactness": exactness, "differences": found}
 
 
 def make_task(settings: RealShapeSettings, length: int, temperature: float, number: int) -> Task:
@@ -189,7 +213,8 @@ def _acceptance(samples: Sequence[Sample]) -> Record:
             modes[mode] = modes.get(mode, 0) + count
     rounds = max(1, sum(result.num_rounds for result in results))
     tokens = sum(len(result.token_ids) - 1 for result in results)
-    return {"tokens_per_round": tokens / rounds, "rounds_by_mode": modes}
+    reused = sum(result.num_reused_tokens for result in results)
+    return {"tokens_per_round": tokens / rounds, "rounds_by_mode": modes, "num_reused_tokens": reused}
 
 
 def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
@@ -199,7 +224,8 @@ def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
     )
     rounds: list[Record] = []
     for number in range(settings.num_rounds + NUM_WARM_UPS):
-        found = loading.measure(Pair(made.target, None, "bf16", settings.device), settings.threads)
+        pair = Pair(made.target, None, "bf16", settings.device)
+        found = loading.measure(pair, settings.threads, is_reversed=number % 2 == 1)
         tell(", ".join(f"{name} {found[name]['seconds']:.1f} s" for name in loading.PROGRAMS))
         if number >= NUM_WARM_UPS:  # the first one warms the page cache and proves what is kept
             rounds.append(found)

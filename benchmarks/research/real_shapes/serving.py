@@ -36,6 +36,8 @@ class OurModes(InProcess):
     def __init__(self, threads: int, modes: Sequence[str], pair: Pair, context: int, draft_vocab: str | None) -> None:
         OnLoop.__init__(self)
         loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads, "context": context}
+        # The modes share their engines and get the same prompts: each forwards its prompt, as transformers' ways do.
+        loading["prefix_reuse"] = "off"
         self._settings = Settings(
             target=TargetSettings.model_validate({"model": pair.target, **loading}),
             draft=DraftSettings.model_validate({"model": pair.draft, "vocab": draft_vocab, **loading}),

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import environment
+from benchmarks import environment, results_file
 from benchmarks.cells import Cell, Cells
 from benchmarks.report import page
 from benchmarks.research import bars
 from benchmarks.research.__main__ import app
-from benchmarks.results_file import Run
+from benchmarks.research.network_bars import bars_of
+from benchmarks.results_file import SWEEP, Run, read
 from benchmarks.systems import RunSample
 
+RESULTS = Path(results_file.__file__).parent / "results"
 SECONDS = {
     "plain": 2.0,
     "plain-with-draft": 2.5,
@@ -75,6 +77,50 @@ def test_the_note_of_a_sampled_bar_says_the_lowest_round():
     cell.run.samples["auto"][1][0] = replace(cell.run.samples["auto"][1][0], wall_s=2.5)
     (bar,) = bars.check_bars(cell)
     assert bar.note == "lowest 0.80, to be >= 0.93"
+
+
+def test_a_sampled_bar_is_met_only_if_its_lowest_round_is_too():
+    for last_s, is_met in ((2.5, False), (2.0, True)):
+        cell = _cell(1.0, {"plain": 2.0, "auto": 1.0})
+        cell.run.samples["auto"][1][0] = replace(cell.run.samples["auto"][1][0], wall_s=last_s)
+        (bar,) = bars.check_bars(cell)
+        assert bar.value.median >= bar.bound
+        assert (bar.is_met, bar.to_dict()["lowest"]) == (is_met, 0.93)
+    (greedy,) = bars.check_bars(_cell(0.0, {"plain": 2.0, "auto": 1.0}))
+    assert greedy.lowest is None
+
+
+def test_a_lowest_round_below_its_bound_misses_a_network_bar():
+    found = {bar.measure: bar for bar in bars_of(read(RESULTS / "round-trip.jsonl", SWEEP))}
+    assert found["auto / plain, 0 ms, T 0"].is_met
+    missed = found["auto / stream, 0 ms, T 0"]
+    assert missed.value.median >= missed.bound
+    assert not missed.is_met, "its lowest round is 0.62"
+
+
+def test_bars_without_their_baseline_are_left_out():
+    few = {name: SECONDS[name] for name in ("plain", "auto", "auto@loopback", "pingpong-no-lookup@loopback")}
+    assert _found(_cell(0.0, few)).keys() == {"auto / plain"}
+    assert _found(_cell(0.0, {name: SECONDS[name] for name in ("auto", "pingpong-no-lookup")})) == {}
+    assert _found(_cell(0.0, few), is_useless=True).keys() == {"auto with a useless draft / plain"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--systems", "plain,auto,plain,plain"], "A system is named twice"),
+        (["--systems", "auto,pingpong-no-lookup"], "No bar compares any two of auto, pingpong-no-lookup"),
+        (["--systems", "plain,auto@loopback"], "No bar compares"),
+        (["--systems", "plain,pingpong-no-lookup", "--useless"], "No bar compares"),
+        (["--threads", "x"], "'x' is no list of numbers"),
+        (["--threads", "0"], "'0' is no list of whole numbers"),
+        (["--temperatures", "hot"], "'hot' is no list of numbers"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_first(options: list[str], message: str):
+    found = CliRunner().invoke(app, ["bars", *options], env={"COLUMNS": "200"})
+    assert found.exit_code != 0
+    assert message in f"{found.output}{found.exception}"
 
 
 def test_a_plain_round_is_the_middle_one_of_those_that_brought_a_token():

@@ -31,6 +31,7 @@ from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.model.source import resolve
 from tests.support.bench_runs import made_sample
+from tests.support.model_zoo import FAMILIES, save_model
 
 RESULTS = Path(results_file.__file__).parent / "results"
 TASKS = [Task(name, (1, 2, 3), 11) for name in "ab"]
@@ -244,6 +245,40 @@ def test_a_useless_draft_has_the_embedded_shape_but_other_weights(tmp_path: Path
     assert (folder / "model.safetensors").stat().st_mtime_ns == written, "what is there is not made again"
     with pytest.raises(InvalidRequest, match="not empty"):
         write_useless("embedded", folder)
+
+
+def test_a_useless_draft_of_another_source_is_made_anew(tmp_path: Path):
+    folder, other = tmp_path / "useless", save_model(tmp_path / "other", FAMILIES["llama"](), seed=4)
+    Making().useless("embedded", folder)
+    embedded = (folder / "config.json").read_bytes()
+    Making().useless(str(other), folder)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+    Making().useless("embedded", folder)
+    assert (folder / "config.json").read_bytes() == embedded
+
+
+def test_a_draft_whose_making_was_interrupted_is_not_used(tmp_path: Path):
+    folder = tmp_path / "useless"
+    Making().useless("embedded", folder)
+    (folder / "made.json").unlink()
+    with pytest.raises(InvalidRequest, match=r"has no made\.json; remove it"):
+        Making().useless("embedded", folder)
+
+
+def test_a_slow_draft_of_another_source_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, copied = tmp_path / "slow", resolve("embedded", "draft")[0]
+    inflated(save_model(tmp_path / "other", FAMILIES["llama"](), seed=4), folder, extra_layers=1, mlp_factor=1.0)
+    made_for: list[float] = []
+
+    def calibrate(source: Path, to: Path, target_ms: float, threads: int) -> None:
+        made_for.append(target_ms)
+        inflated(source, to, extra_layers=0, mlp_factor=1.0)
+
+    monkeypatch.setattr("benchmarks.research.inflate.calibrated", calibrate)
+    for _ in range(2):
+        made = Making().slow(copied, folder, 10.0, 1)
+    assert len(made_for) == 1, "the second time it is there"
+    assert (Path(made.folder) / "tokenizer.json").read_bytes() == (Path(copied) / "tokenizer.json").read_bytes()
 
 
 def test_a_slow_draft_is_measured_beside_the_one_that_it_copies(tmp_path: Path):
