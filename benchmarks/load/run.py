@@ -79,13 +79,11 @@ class Bench:
 
     def tasks(self, point: Point) -> list[Task]:
         """Return the requests of a load: prompts and lengths in turn, another seed whenever a prompt comes again."""
-        settings, size = self._settings, len(self._tasks)
-        lengths, sampling = settings.lengths, SamplingParams(temperature=point.temperature)
+        settings, tasks, sampling = self._settings, self._tasks, SamplingParams(temperature=point.temperature)
+        seeds = (settings.seed + number // len(tasks) for number in range(settings.num_tasks(point.clients)))
         return [
-            replace(
-                self._tasks[number % size], num_tokens=length, sampling=sampling, seed=settings.seed + number // size
-            )
-            for number, length in zip(range(settings.num_tasks(point.clients)), cycle(lengths), strict=False)
+            replace(task, num_tokens=length, sampling=sampling, seed=seed)
+            for seed, task, length in zip(seeds, cycle(tasks), cycle(settings.lengths), strict=False)
         ]
 
     def warm_up(self) -> None:
@@ -186,13 +184,9 @@ def _reference(measured: Measured, temperature: float) -> dict[int, tuple[int, .
     """Return the texts of plain decoding, or else of the first mode, by task: those of its first round at any load."""
     names = [name for point, name in measured if point.temperature == temperature and name not in (GENERATE, ENDPOINT)]
     chosen = next((name for name in names if name.startswith(registry.PLAIN)), next(iter(names), None))
-    found: dict[int, tuple[int, ...]] = {}
-    for (point, name), rounds in measured.items():
-        if name == chosen and point.temperature == temperature:
-            for each in rounds[0]:
-                if each.token_ids is not None:
-                    found.setdefault(each.number, each.token_ids)
-    return found
+    of_chosen = [each for (point, name), each in measured.items() if (name, point.temperature) == (chosen, temperature)]
+    first = [each for rounds in reversed(of_chosen) for each in rounds[0]]
+    return {each.number: each.token_ids for each in first if each.token_ids is not None}
 
 
 def _factory(name: str, settings: LoadSettings) -> Factory:

@@ -237,6 +237,13 @@ def test_batched_generate_gives_each_request_its_own_text():
     assert [len({each.due_s for each in batch}) for batch in (outcomes[:3], outcomes)] == [1, 2]
 
 
+def test_a_client_of_generate_waits_from_its_last_text_for_its_batch():
+    outcomes = BatchedGenerate("generate", 1, Pair()).drive(ClosedLoop(2), _real_tasks(0.0))
+    ends_s = sorted(each.due_s + each.e2e_s for each in outcomes[:2])
+    assert [each.due_s for each in outcomes] == [0.0, 0.0, *ends_s], "the shorter text's client goes on at once"
+    assert ends_s[0] < ends_s[1] < min(each.due_s + each.arrivals[0][0] for each in outcomes[2:])
+
+
 @pytest.mark.slow
 def test_workers_that_are_full_refuse_the_excess_with_a_time():
     with LoadedServices(ServedMode("plain", "plain"), _settings(sessions=1, queue=1)) as workers:
