@@ -255,7 +255,7 @@ def make_report(
     progress = report.Progress(console)
     with progress.running("reading", len(files)) as tick:
         sections = page.build(files, tick, needs_commit=not uncommitted)
-    drawn = page.all_plots(sections)
+    drawn = [plot for section in sections for plot in section.plots]
     with progress.running("drawing", len(drawn) * (2 if plots else 1)) as tick:
         page.write(page.render(sections, tick), output)
         written = drawing.write(drawn, plots, tick) if plots is not None else []
