@@ -224,12 +224,11 @@ def load(
     found = _whole(load_run.run(settings, report.Progress(console)))
     report.show_section(console, of_load(found, Path("this"), "load"))
     report.emit(found, output)
-    raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
+    raise typer.Exit(0 if found["is_complete"] else INTERRUPTED if found["error"] is None else 1)
 
 
 def _measure(measure: Callable[..., Found | None], section: Callable[..., Section]) -> None:
     """Measure, show what was found and write it as one line."""
-
     console = report.new_console()
     found = _whole(measure(report.Progress(console), partial(console.print, markup=False)))
     report.show_section(console, section(found.whole_file, "this"))

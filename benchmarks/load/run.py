@@ -20,7 +20,7 @@ from benchmarks.report.console import Progress
 from benchmarks.settings import ServedMode
 from benchmarks.systems import Task
 from benchmarks.workloads import Prompt
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, SpecSplitError
 from specsplit.core.types import SamplingParams
 
 Record = dict[str, Any]
@@ -70,8 +70,9 @@ class Bench:
     @property
     def points(self) -> list[Point]:
         """Return the loads of a round; an open loop comes after the closed ones that tell what is too much."""
-        loads = (*self._settings.clients, *((None,) if self._settings.has_open_loop else ()))
-        return [Point(temperature, clients) for temperature in self._settings.temperatures for clients in loads]
+        settings = self._settings
+        loads = (*settings.clients, *((None,) if settings.rate or settings.overload else ()))
+        return [Point(temperature, clients) for temperature in settings.temperatures for clients in loads]
 
     def names(self, point: Point) -> list[str]:
         """Return the systems that take the load."""
@@ -80,17 +81,19 @@ class Bench:
     def tasks(self, point: Point) -> list[Task]:
         """Return the requests of a load: prompts and lengths in turn, another seed whenever a prompt comes again."""
         settings, tasks, sampling = self._settings, self._tasks, SamplingParams(temperature=point.temperature)
-        seeds = (settings.seed + number // len(tasks) for number in range(settings.num_tasks(point.clients)))
+        num_tasks = settings.num_arrivals if point.clients is None else settings.num_requests
+        seeds = (settings.seed + number // len(tasks) for number in range(num_tasks))
         return [
             replace(task, num_tokens=length, sampling=sampling, seed=seed)
             for seed, task, length in zip(seeds, cycle(tasks), cycle(settings.lengths), strict=False)
         ]
 
-    def warm_up(self) -> None:
-        """Have every system do a request for each client of the greatest load; they are not recorded."""
+    def warm_up(self) -> dict[str, str]:
+        """Have every system do a request for each client of the greatest load; return an error of each that failed."""
         most = max(self._settings.clients)
-        for child in self._children.values():
-            child.ask("drive", ClosedLoop(most), self.tasks(self.points[0])[:most])
+        tasks = self.tasks(self.points[0])[:most]
+        ended = {name: child.ask("drive", ClosedLoop(most), tasks) for name, child in self._children.items()}
+        return {name: each.error for name, outcomes in ended.items() for each in outcomes if each.error is not None}
 
     def round(self, number: int, tick: Tick, should_stop: Callable[[], bool]) -> Round | None:
         """Put every load on every system; None if it was interrupted."""
@@ -114,27 +117,30 @@ class Bench:
 
 
 def run(settings: LoadSettings, progress: Progress) -> Record | None:
-    """Measure and return the line; None if no round became whole.
+    """Measure and return the line: the whole rounds, and the error if one ended them; None if it has no whole round.
 
     Raises:
-        SpecSplitError: the settings do not fit each other or the models, or a model or server is not there.
+        SpecSplitError: the settings do not fit each other or the models, or something failed before a round was whole.
     """
     settings.check()
     prompts = workloads.load(settings.workload, settings.num_prompts, settings.sha256)
     rounds: list[Round] = []
+    error: str | None = None
     origin = provenance()
     with ExitStack() as scope:
         bench = Bench(settings, scope, prompts, progress)
         loads = sum(len(bench.names(point)) for point in bench.points)
         should_stop = scope.enter_context(measuring.interrupts_between_runs())
         tick = scope.enter_context(progress.running("measuring", settings.num_rounds * loads))
-        bench.warm_up()
+        warm_up_errors = bench.warm_up()
         neighbours = Neighbours(bench.pids)
-        while len(rounds) < settings.num_rounds:
-            found = bench.round(len(rounds), tick, should_stop)
-            if found is None:
-                break
-            rounds.append(found)
+        try:
+            while len(rounds) < settings.num_rounds and (found := bench.round(len(rounds), tick, should_stop)):
+                rounds.append(found)
+        except SpecSplitError as failure:
+            if not rounds:
+                raise
+            error = str(failure)
         # A server on this machine is no neighbour, and nobody knows which process it is.
         share = neighbours.share() if settings.endpoint is None else None
     if not rounds:
@@ -148,6 +154,8 @@ def run(settings: LoadSettings, progress: Progress) -> Record | None:
         "settings": settings.to_dict(),
         "prompts": {"sha256": workloads.fingerprint(prompts)},
         "is_complete": len(rounds) == settings.num_rounds,
+        "error": error,
+        "warm_up_errors": warm_up_errors,
         "num_rounds": len(rounds),
         "neighbours_share": share,
         "points": points_of(measured, settings),

@@ -148,10 +148,9 @@ class BatchedGenerate:
         torch.manual_seed(tasks[0].seed)
         longest = max(len(task.prompt_ids) for task in tasks)
         padding = [longest - len(task.prompt_ids) for task in tasks]
-        start_s = time.perf_counter()
+        arrivals = _Arrivals(time.perf_counter())
         prompts = [[0] * pad + list(task.prompt_ids) for pad, task in zip(padding, tasks, strict=True)]
         masks = [[0] * pad + [1] * (longest - pad) for pad in padding]
-        arrivals = _Arrivals(start_s)
         output = self._model.generate(
             torch.tensor(prompts, device=self._model.device),
             attention_mask=torch.tensor(masks, device=self._model.device),
