@@ -223,12 +223,11 @@ def load(
     found = _whole(load_run.run(settings, report.Progress(console)))
     report.show_section(console, of_load(found, Path("this"), "load"))
     report.emit(found, output)
-    raise typer.Exit(0 if found["is_complete"] else INTERRUPTED)
+    raise typer.Exit(0 if found["is_complete"] else INTERRUPTED if found["error"] is None else 1)
 
 
 def _measure(measure: Callable[..., Found | None], section: Callable[..., Section]) -> None:
     """Measure, show what was found and write it as one line."""
-
     console = report.new_console()
     found = _whole(measure(report.Progress(console), partial(console.print, markup=False)))
     report.show_section(console, section(found.whole_file, "this"))
@@ -254,7 +253,7 @@ def make_report(
     progress = report.Progress(console)
     with progress.running("reading", len(files)) as tick:
         sections = page.build(files, tick, needs_commit=not uncommitted)
-    drawn = page.all_plots(sections)
+    drawn = [plot for section in sections for plot in section.plots]
     with progress.running("drawing", len(drawn) * (2 if plots else 1)) as tick:
         page.write(page.render(sections, tick), output)
         written = drawing.write(drawn, plots, tick) if plots is not None else []

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Protocol
@@ -74,13 +74,14 @@ class Child:
         Raises:
             SpecSplitError: as the method did, or the process has ended.
         """
-        self._connection.send((method, arguments))
+        with suppress(BrokenPipeError):  # it has ended, which the answer tells
+            self._connection.send((method, arguments))
         return self._answer()
 
     def _answer(self) -> Any:
         try:
             has_failed, value = self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             raise ResourceError(f"The process of {self._name} has ended; is there enough memory?") from None
         if has_failed:
             raise value

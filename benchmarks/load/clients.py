@@ -1,6 +1,6 @@
 """Clients that put a load on a system: closed loops of N clients, open loops with Poisson arrivals.
 
-Knows no system: `Send` does one task, and raises `Overloaded` where the system refuses it.
+Knows no system: `Send` does one task, and raises `Overloaded` where the system refuses it, or else why it failed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from specsplit.core.errors import Overloaded, SpecSplitError
 Send = Callable[[Task], Awaitable[Sample]]
 """Does one task among others that run at the same time, and times it."""
 MAX_TRIES = 100
-"""Times that a client of a closed loop comes back with a request that was refused."""
+"""Tries of a client of a closed loop with a request that is refused; then it has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,14 @@ class ClosedLoop:
             while waiting:
                 number, task = waiting.popleft()
                 due_s = time.perf_counter() - began_s
-                for _ in range(MAX_TRIES):
-                    outcomes.append(await _ask(send, task, number, due_s, began_s))
-                    if (pause_s := outcomes[-1].retry_after_s) is None:
+                for num_tries in range(1, MAX_TRIES + 1):
+                    outcome = await _ask(send, task, number, due_s, began_s)
+                    if outcome.retry_after_s is not None and num_tries == MAX_TRIES:
+                        outcome = replace(outcome, error=f"It was refused {MAX_TRIES} times.")
+                    outcomes.append(outcome)
+                    if outcome.retry_after_s is None or outcome.error is not None:
                         break
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(outcome.retry_after_s)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self.clients):
@@ -94,7 +97,9 @@ class OpenLoop:
     seed: int = 0
 
     async def run(self, send: Send, tasks: Sequence[Task]) -> list[Outcome]:
-        """Send each task when it is due, the first one at once."""
+        """Send each task when it is due, the first one at once; none at a rate of 0."""
+        if self.requests_per_s == 0:
+            return []
         gaps_s = np.random.default_rng(self.seed).exponential(1 / self.requests_per_s, len(tasks))
         due_s = (gaps_s.cumsum() - gaps_s[0]).tolist()
         began_s = time.perf_counter()
@@ -114,12 +119,13 @@ async def _ask(send: Send, task: Task, number: int, due_s: float, began_s: float
     asked_s = time.perf_counter() - began_s
     try:
         sample = await send(task)
-    except SpecSplitError as error:
+    except Exception as error:  # noqa: BLE001 - however one request fails, the others go on
         now_s = time.perf_counter() - began_s
         if isinstance(error, Overloaded):
             # A client may come back often: the time of a refusal counts from its own try.
             return Outcome(number, asked_s, now_s - asked_s, retry_after_s=error.retry_after_s)
-        return Outcome(number, due_s, now_s - due_s, error=str(error))
+        told = str(error) if isinstance(error, SpecSplitError) else repr(error)
+        return Outcome(number, due_s, now_s - due_s, error=told)
     now_s = time.perf_counter() - began_s
     return of_sample(sample, number, due_s, now_s - sample.wall_s - due_s)
 

@@ -24,8 +24,9 @@ def is_good(outcome: Outcome, limits: Limits) -> bool:
 
 
 def rates(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, float]:
-    """Return the rates of one load (one outcome at least), from the first request's due time to the last one's end."""
-    span_s = max(each.due_s + each.e2e_s for each in outcomes) - min(each.due_s for each in outcomes)
+    """Return the rates of one load, from the first request's due time to the last one's end; 0 if it had none."""
+    ends_s = [each.due_s + each.e2e_s for each in outcomes]
+    span_s = max(ends_s) - min(each.due_s for each in outcomes) if outcomes else 1.0
     done = [each for each in outcomes if each.is_done]
     good = [each for each in done if is_good(each, limits)]
     return {
@@ -34,8 +35,8 @@ def rates(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, float]:
         "goodput_tokens_per_s": sum(each.num_tokens for each in good) / span_s,
         "goodput_requests_per_s": len(good) / span_s,
         # A request that was refused at first and done later is one request.
-        "good_share": len(good) / len({each.number for each in outcomes}),
-        "refused_share": sum(each.retry_after_s is not None for each in outcomes) / len(outcomes),
+        "good_share": len(good) / max(1, len({each.number for each in outcomes})),
+        "refused_share": sum(each.retry_after_s is not None for each in outcomes) / max(1, len(outcomes)),
     }
 
 
@@ -59,10 +60,11 @@ def summarise(rounds: Rounds, limits: Limits) -> Record:
     }
 
 
-def ratio(system: Record, baseline: Record, name: str = "tokens_per_s") -> Record:
-    """Return a rate over another one of the same rounds, round by round."""
+def ratio(system: Record, baseline: Record, name: str = "tokens_per_s") -> Record | None:
+    """Return a rate over another one of the same rounds, round by round; None if the other one is 0 in all of them."""
     pairs = zip(system[name]["samples"], baseline[name]["samples"], strict=True)
-    return estimate([value / base for value, base in pairs if base] or [0.0]).to_dict()
+    ratios = [value / base for value, base in pairs if base]
+    return estimate(ratios).to_dict() if ratios else None
 
 
 def differing_texts(rounds: Rounds, reference: Mapping[int, tuple[int, ...]]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from benchmarks.report.console import Progress
 from benchmarks.settings import ServedMode
 from benchmarks.systems import Task
 from benchmarks.workloads import Prompt
-from specsplit.core.errors import InvalidRequest
+from specsplit.core.errors import InvalidRequest, SpecSplitError
 from specsplit.core.types import SamplingParams
 
 Record = dict[str, Any]
@@ -70,8 +70,9 @@ class Bench:
     @property
     def points(self) -> list[Point]:
         """Return the loads of a round; an open loop comes after the closed ones that tell what is too much."""
-        loads = (*self._settings.clients, *((None,) if self._settings.has_open_loop else ()))
-        return [Point(temperature, clients) for temperature in self._settings.temperatures for clients in loads]
+        settings = self._settings
+        loads = (*settings.clients, *((None,) if settings.rate or settings.overload else ()))
+        return [Point(temperature, clients) for temperature in settings.temperatures for clients in loads]
 
     def names(self, point: Point) -> list[str]:
         """Return the systems that take the load."""
@@ -79,20 +80,20 @@ class Bench:
 
     def tasks(self, point: Point) -> list[Task]:
         """Return the requests of a load: prompts and lengths in turn, another seed whenever a prompt comes again."""
-        settings, size = self._settings, len(self._tasks)
-        lengths, sampling = settings.lengths, SamplingParams(temperature=point.temperature)
+        settings, tasks, sampling = self._settings, self._tasks, SamplingParams(temperature=point.temperature)
+        num_tasks = settings.num_arrivals if point.clients is None else settings.num_requests
+        seeds = (settings.seed + number // len(tasks) for number in range(num_tasks))
         return [
-            replace(
-                self._tasks[number % size], num_tokens=length, sampling=sampling, seed=settings.seed + number // size
-            )
-            for number, length in zip(range(settings.num_tasks(point.clients)), cycle(lengths), strict=False)
+            replace(task, num_tokens=length, sampling=sampling, seed=seed)
+            for seed, task, length in zip(seeds, cycle(tasks), cycle(settings.lengths), strict=False)
         ]
 
-    def warm_up(self) -> None:
-        """Have every system do a request for each client of the greatest load; they are not recorded."""
+    def warm_up(self) -> dict[str, str]:
+        """Have every system do a request for each client of the greatest load; return an error of each that failed."""
         most = max(self._settings.clients)
-        for child in self._children.values():
-            child.ask("drive", ClosedLoop(most), self.tasks(self.points[0])[:most])
+        tasks = self.tasks(self.points[0])[:most]
+        ended = {name: child.ask("drive", ClosedLoop(most), tasks) for name, child in self._children.items()}
+        return {name: each.error for name, outcomes in ended.items() for each in outcomes if each.error is not None}
 
     def round(self, number: int, tick: Tick, should_stop: Callable[[], bool]) -> Round | None:
         """Put every load on every system; None if it was interrupted."""
@@ -116,27 +117,30 @@ class Bench:
 
 
 def run(settings: LoadSettings, progress: Progress) -> Record | None:
-    """Measure and return the line; None if no round became whole.
+    """Measure and return the line: the whole rounds, and the error if one ended them; None if it has no whole round.
 
     Raises:
-        SpecSplitError: the settings do not fit each other or the models, or a model or server is not there.
+        SpecSplitError: the settings do not fit each other or the models, or something failed before a round was whole.
     """
     settings.check()
     prompts = workloads.load(settings.workload, settings.num_prompts, settings.sha256)
     rounds: list[Round] = []
+    error: str | None = None
     origin = provenance()
     with ExitStack() as scope:
         bench = Bench(settings, scope, prompts, progress)
         loads = sum(len(bench.names(point)) for point in bench.points)
         should_stop = scope.enter_context(measuring.interrupts_between_runs())
         tick = scope.enter_context(progress.running("measuring", settings.num_rounds * loads))
-        bench.warm_up()
+        warm_up_errors = bench.warm_up()
         neighbours = Neighbours(bench.pids)
-        while len(rounds) < settings.num_rounds:
-            found = bench.round(len(rounds), tick, should_stop)
-            if found is None:
-                break
-            rounds.append(found)
+        try:
+            while len(rounds) < settings.num_rounds and (found := bench.round(len(rounds), tick, should_stop)):
+                rounds.append(found)
+        except SpecSplitError as failure:
+            if not rounds:
+                raise
+            error = str(failure)
         # A server on this machine is no neighbour, and nobody knows which process it is.
         share = neighbours.share() if settings.endpoint is None else None
     if not rounds:
@@ -150,6 +154,8 @@ def run(settings: LoadSettings, progress: Progress) -> Record | None:
         "settings": settings.to_dict(),
         "prompts": {"sha256": workloads.fingerprint(prompts)},
         "is_complete": len(rounds) == settings.num_rounds,
+        "error": error,
+        "warm_up_errors": warm_up_errors,
         "num_rounds": len(rounds),
         "neighbours_share": share,
         "points": points_of(measured, settings),
@@ -186,13 +192,9 @@ def _reference(measured: Measured, temperature: float) -> dict[int, tuple[int, .
     """Return the texts of plain decoding, or else of the first mode, by task: those of its first round at any load."""
     names = [name for point, name in measured if point.temperature == temperature and name not in (GENERATE, ENDPOINT)]
     chosen = next((name for name in names if name.startswith(registry.PLAIN)), next(iter(names), None))
-    found: dict[int, tuple[int, ...]] = {}
-    for (point, name), rounds in measured.items():
-        if name == chosen and point.temperature == temperature:
-            for each in rounds[0]:
-                if each.token_ids is not None:
-                    found.setdefault(each.number, each.token_ids)
-    return found
+    of_chosen = [each for (point, name), each in measured.items() if (name, point.temperature) == (chosen, temperature)]
+    first = [each for rounds in reversed(of_chosen) for each in rounds[0]]
+    return {each.number: each.token_ids for each in first if each.token_ids is not None}
 
 
 def _factory(name: str, settings: LoadSettings) -> Factory:

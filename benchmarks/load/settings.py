@@ -55,14 +55,6 @@ class LoadSettings(Setup):
     """Requests of an open loop."""
     endpoint: Endpoint | None = None
 
-    @property
-    def has_open_loop(self) -> bool:
-        return self.rate is not None or self.overload is not None
-
-    def num_tasks(self, clients: int | None) -> int:
-        """Return the number of requests of a closed loop, or, with None, of the open one."""
-        return self.num_arrivals if clients is None else self.num_requests
-
     def check(self) -> None:
         """Refuse what cannot be measured.
 

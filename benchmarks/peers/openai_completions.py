@@ -124,16 +124,12 @@ class Completions:
             raise InvalidRequest(f"{self.name} takes no token ids, so it cannot be compared with --chat.", param="chat")
         answer = Answer(self.name, task)
         try:
-            for chunk in self.ask(task):
+            for chunk in _open(self._client, self._model, task, self.dialect):
                 has_text = any(choice.text for choice in chunk.choices)
                 answer.add(_told_tokens(chunk), chunk.usage and vars(chunk.usage), has_text=has_text)
         except self.errors as error:
             raise WorkerFailed(f"{self.name} failed on {task.id}: {error}") from error
         return answer.sample()
-
-    def ask(self, task: Task) -> Any:
-        """Return the stream of one completion."""
-        return _open(self._client, self._model, task, self.dialect)
 
     def body(self, task: Task) -> dict[str, Any]:
         """Return the body of a request that asks for no token ids."""
@@ -220,7 +216,8 @@ class LoadedEndpoint:
                         chunk = json.loads(line[5:])
                         if "error" in chunk:
                             raise ValueError(chunk["error"])
-                        answer.add((), chunk.get("usage"), has_text=any(each["text"] for each in chunk["choices"]))
+                        choices = chunk.get("choices") or ()  # a chunk may only keep the connection alive
+                        answer.add((), chunk.get("usage"), has_text=any(each["text"] for each in choices))
         except (error_of_client, TimeoutError, ValueError) as error:
             raise WorkerFailed(f"{name} failed on {task.id}: {error}") from error
         return answer.sample()

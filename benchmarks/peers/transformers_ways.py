@@ -133,10 +133,14 @@ class BatchedGenerate:
         torch.set_num_threads(self._threads)
         began_s = time.perf_counter()
         outcomes: list[Outcome] = []
+        due_s = [0.0] * load.clients
         for first in range(0, len(tasks), load.clients):
-            due_s = time.perf_counter() - began_s
+            start_s = time.perf_counter() - began_s
             samples = self._batch(tasks[first : first + load.clients])
-            outcomes += [of_sample(each, first + row, due_s) for row, each in enumerate(samples)]
+            batch = [of_sample(each, first + row, due_s[row], start_s - due_s[row]) for row, each in enumerate(samples)]
+            # As in ClosedLoop: the client whose text ends first sends the next request then, and waits for its batch.
+            due_s = sorted(each.due_s + each.e2e_s for each in batch)
+            outcomes += batch
         return outcomes
 
     @torch.inference_mode()
@@ -144,10 +148,9 @@ class BatchedGenerate:
         torch.manual_seed(tasks[0].seed)
         longest = max(len(task.prompt_ids) for task in tasks)
         padding = [longest - len(task.prompt_ids) for task in tasks]
-        start_s = time.perf_counter()
+        arrivals = _Arrivals(time.perf_counter())
         prompts = [[0] * pad + list(task.prompt_ids) for pad, task in zip(padding, tasks, strict=True)]
         masks = [[0] * pad + [1] * (longest - pad) for pad in padding]
-        arrivals = _Arrivals(start_s)
         output = self._model.generate(
             torch.tensor(prompts, device=self._model.device),
             attention_mask=torch.tensor(masks, device=self._model.device),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,6 @@ from specsplit.core.errors import InvalidRequest, InvalidSettings
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 Record = Mapping[str, Any]
-_KINDS = (
-    "a results file of `run`, `sweep`, `sweep-tree`, `smoke`, `bars`, `load`, `profile`, `calibration`, "
-    "`coupling_study`, `draft_kinds`, `stage_sessions`, `exactness` or `long-prompt`, nor a trace file"
-)
 _OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
     "smoke": of_cells,
     "bars": of_cells,
@@ -44,6 +42,7 @@ _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "calibration": of_calibration,
     "draft_kinds": of_draft_kinds,
 }
+_KINDS = f"a results file of {', '.join((*_OF_FILE, *_OF_LINE))}, nor a trace file"
 _LINE = TypeAdapter(dict[str, Any])
 _LINES_OF_THEIR_OWN = ("bars", "load", "coupling_study", "stage_sessions", "exactness", "long-prompt")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
@@ -65,16 +64,17 @@ def build(files: Sequence[Path], tick: Callable[[str], None], *, needs_commit: b
             traces.append(path)
         else:
             name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-") or "file"
-            found += _sections(path, first, _unique(name, used), needs_commit=needs_commit)
+            found += _sections(path, first, partial(_unique, name, used), needs_commit=needs_commit)
         tick(path.name)
     return found + [of_trace(request, traces, _unique("trace", used)) for request in trace.requests(traces)]
 
 
 def _unique(name: str, used: set[str]) -> str:
-    while name in used:
-        name += "-2"
-    used.add(name)
-    return name
+    """Return the name, with a number behind it if another section has it: the plots' files and ids begin with it."""
+    numbered = (f"{name}-{number}" for number in count(2))
+    free = name if name not in used else next(each for each in numbered if each not in used)
+    used.add(free)
+    return free
 
 
 def _check_commits(path: Path, lines: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ def _provenance(line: str) -> Record:
         return {}  # whoever reads the whole line says that it is damaged
 
 
-def _sections(path: Path, first: Record, name: str, *, needs_commit: bool) -> list[Section]:
+def _sections(path: Path, first: Record, new_name: Callable[[], str], *, needs_commit: bool) -> list[Section]:
     kind = str(first.get("kind") if first.get("kind") in _OF_FILE else first.get("benchmark"))
     if kind not in (*_OF_FILE, *_OF_LINE):
         raise InvalidRequest(f"{path} is not {_KINDS}.", param="file")
@@ -105,8 +105,8 @@ def _sections(path: Path, first: Record, name: str, *, needs_commit: bool) -> li
         if needs_commit:
             _check_commits(path, chosen)
         if kind in _OF_FILE:
-            return [_OF_FILE[kind](path, name)]
-        return [_OF_LINE[kind](json.loads(line), path, name) for line in chosen]
+            return [_OF_FILE[kind](path, new_name())]
+        return [_OF_LINE[kind](json.loads(line), path, new_name()) for line in chosen]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidRequest(f"The last line of {path} is damaged; measure again.", param="file") from error
 
@@ -117,11 +117,6 @@ def _first_line(path: Path) -> Record:
         return _LINE.validate_json(line)
     except ValueError as error:
         raise InvalidRequest(f"{path} is not {_KINDS}.", param="file") from error
-
-
-def all_plots(found: Sequence[Section]) -> list[Plot]:
-    """Return the plots of all sections in order."""
-    return [plot for section in found for plot in section.plots]
 
 
 def render(found: Sequence[Section], tick: Callable[[str], None]) -> str:

@@ -20,7 +20,9 @@ def of_load(record: Record, path: Path, name: str) -> Section:
     settings, limits = record["settings"], record["settings"]["limits"]
     section = Section(f"{path.name}: {_title(record)}")
     if not record["is_complete"]:
-        section.warn("Not whole: it was interrupted.")
+        section.warn(f"Not whole: {record.get('error') or 'it was interrupted.'}")
+    for system, error in record.get("warm_up_errors", {}).items():
+        section.warn(f"{system} failed in its warm-up, so its first requests may have been slower: {error}")
     warn(section, record, record)
     place = settings["endpoint"]
     systems = f"The server at {place['url']}" if place else models_of(settings)
@@ -44,6 +46,11 @@ def of_load(record: Record, path: Path, name: str) -> Section:
         for system, each in point["systems"].items():
             if each["num_failed"]:
                 section.warn(f"{system}, {load_name(point)}: {each['num_failed']} requests failed: {each['errors'][0]}")
+        for system, rounds in point.get("samples", {}).items():
+            if not all(rounds):
+                section.warn(
+                    f"{system}, {load_name(point)}: the closed loops of a round served nothing, so nothing was sent."
+                )
     _warn_of_short_answers(section, record)
     for temperature in dict.fromkeys(point["temperature"] for point in points):
         section.add([_plot(name, temperature, [each for each in points if each["temperature"] == temperature])])

@@ -28,6 +28,8 @@ class Habits:
     """Of every completion."""
     stops_after: int = 1_000_000
     """Tokens, unless it is told to go past the end of its text."""
+    pings: bool = False
+    """Whether a chunk without choices comes first."""
     tokens_a_chunk: int = 1
     """After the first chunk, which has one."""
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -75,6 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         num_tokens = body["max_tokens"] if body.get("ignore_eos") else min(body["max_tokens"], self.habits.stops_after)
+        if self.habits.pings:
+            self._event({"object": "ping"})
         for number in range(num_tokens):
             if number == self.habits.breaks_off_after and len(self.habits.asked) > 1:  # not on a first try
                 self.close_connection = True

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.load import figures
-from benchmarks.load.clients import ClosedLoop, OpenLoop, Outcome
+from benchmarks.load.clients import MAX_TRIES, ClosedLoop, OpenLoop, Outcome
 from benchmarks.load.run import Point, points_of
 from benchmarks.load.settings import Endpoint, Limits, LoadSettings
 from benchmarks.peers import ours_remote
@@ -81,6 +81,29 @@ async def test_an_open_loop_sends_whatever_became_of_the_others():
     assert [each.retry_after_s for each in outcomes].count(0.05) == 4
 
 
+async def test_a_request_that_fails_in_any_way_ends_no_other():
+    async def send(task: Task) -> Sample:
+        if task.id == "task-1":
+            raise KeyError("choices")
+        return Sample(0.0, (5, 6))
+
+    for loop in (ClosedLoop(2), OpenLoop(1e9)):
+        outcomes = await loop.run(send, TASKS)
+        assert {each.number: each.error for each in outcomes if not each.is_done} == {1: "KeyError('choices')"}
+        assert sum(each.is_done for each in outcomes) == 6
+
+
+async def test_a_request_that_is_refused_to_the_last_has_failed():
+    async def send(task: Task) -> Sample:
+        raise Overloaded("Full.", 0.0)
+
+    outcomes = await ClosedLoop(2).run(send, TASKS[:3])
+    found = figures.summarise([outcomes], LIMITS)
+    assert (found["num_refused"], found["num_failed"], found["refused_share"]["median"]) == (3 * MAX_TRIES, 3, 1.0)
+    assert found["errors"] == ["It was refused 100 times."]
+    assert [figures.raw(each)[-1] for each in outcomes].count("failed") == 3
+
+
 async def test_arrivals_are_those_of_the_seed_and_the_rate():
     once, again, other = [await OpenLoop(1000.0, seed).run(Counter().send, TASKS * 20) for seed in (1, 1, 2)]
     assert [each.due_s for each in once] == [each.due_s for each in again] != [each.due_s for each in other]
@@ -113,6 +136,13 @@ def test_goodput_counts_requests_within_both_limits():
     assert figures.rates(OUTCOMES, Limits(1.0, 0.06))["good_share"] == 1 / 4
     late = [REFUSED, replace(_done(3, 1.0, 0.5, 0.05), number=3)]
     assert figures.rates(late, LIMITS)["good_share"] == 1, "refused at first, served in time: one good request"
+
+
+def test_a_rate_over_one_of_zero_is_none_and_not_zero():
+    idle, busy = (figures.summarise(rounds, LIMITS) for rounds in ([[REFUSED], []], [OUTCOMES, OUTCOMES]))
+    assert idle["tokens_per_s"]["samples"] == [0.0, 0.0]
+    assert figures.ratio(busy, idle) is None
+    assert figures.ratio(idle, busy)["samples"] == [0.0, 0.0]
 
 
 def test_waits_are_of_tokens_and_of_all_rounds():
@@ -237,6 +267,13 @@ def test_batched_generate_gives_each_request_its_own_text():
     assert [len({each.due_s for each in batch}) for batch in (outcomes[:3], outcomes)] == [1, 2]
 
 
+def test_a_client_of_generate_waits_from_its_last_text_for_its_batch():
+    outcomes = BatchedGenerate("generate", 1, Pair()).drive(ClosedLoop(2), _real_tasks(0.0))
+    ends_s = sorted(each.due_s + each.e2e_s for each in outcomes[:2])
+    assert [each.due_s for each in outcomes] == [0.0, 0.0, *ends_s], "the shorter text's client goes on at once"
+    assert ends_s[0] < ends_s[1] < min(each.due_s + each.arrivals[0][0] for each in outcomes[2:])
+
+
 @pytest.mark.slow
 def test_workers_that_are_full_refuse_the_excess_with_a_time():
     with LoadedServices(ServedMode("plain", "plain"), _settings(sessions=1, queue=1)) as workers:
@@ -266,6 +303,13 @@ def test_an_endpoint_is_driven_with_texts_and_its_refusals_are_read():
         assert all("failed on" in str(each.error) for each in system.drive(ClosedLoop(1), tasks))
         habits.breaks_off_after, habits.fails_after = None, 2
         assert all("out of memory" in str(each.error) for each in system.drive(ClosedLoop(1), tasks))
+
+
+def test_a_chunk_without_choices_is_no_token_of_an_endpoint():
+    tasks = [Task(str(number), (), 3, text="def f(") for number in range(2)]
+    with serving(Habits(pings=True)) as habits:
+        outcomes = LoadedEndpoint(Endpoint(habits.url)).drive(ClosedLoop(1), tasks)
+    assert [(each.error, each.num_tokens, len(each.arrivals)) for each in outcomes] == [(None, 3, 3)] * 2
 
 
 def test_tokens_that_no_chunk_tells_are_spread_over_the_chunks():

@@ -68,3 +68,5 @@ def test_a_child_that_ends_is_told_from_one_that_refuses():
         other.wait_systems()
         with pytest.raises(ResourceError, match="another"):
             other.ask("die")
+        with pytest.raises(ResourceError, match="another"):
+            other.ask("double", 21)

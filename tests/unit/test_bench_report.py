@@ -98,6 +98,19 @@ def test_ids_of_several_plots_do_not_meet(tmp_path: Path):
     assert set(re.findall(r'(?:url\(|href=")#([^")]+)', html)) <= set(ids)
 
 
+def test_every_plot_of_a_report_has_a_name_and_ids_of_its_own(tmp_path: Path):
+    results = Path(page.__file__).parents[1] / "results"
+    bars = (results / "bars.jsonl").read_text(encoding="utf-8").splitlines()[:2]
+    for name in ("bars.jsonl", "bars-2.jsonl"):
+        (tmp_path / name).write_text("\n".join(bars), encoding="utf-8")
+    files = [results / "load.jsonl", tmp_path / "bars.jsonl", tmp_path / "bars-2.jsonl"]
+    sections = page.build(files, _silent, needs_commit=False)
+    names = [plot.name for section in sections for plot in section.plots]
+    assert len(names) == len(set(names)) > 40
+    ids = re.findall(r'\bid="([^"]+)"', page.render(sections[-4:], _silent))
+    assert len(ids) == len(set(ids)) > 20
+
+
 def test_the_page_shows_differences_with_margins_and_escapes_names(tmp_path: Path):
     html = _page(_run_file(tmp_path / "a.jsonl", _header()))
     assert "1.00e-07" in html
