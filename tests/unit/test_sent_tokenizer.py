@@ -270,7 +270,8 @@ def test_a_tokenizer_json_is_made_from_older_files(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     expected, _ = load_tokenizer(str(folder), "it", AutoConfig.from_pretrained(folder))
     files = tokenizer_files(folder, "it", expected)
-    assert expected is not None and files is not None
+    assert expected is not None
+    assert files is not None
     with closing(tokenizer_from_files(files, tmp_path / "t")) as made:
         assert made.encode("Hello, wörld x") == expected.encode("Hello, wörld x")
     older = {name: content for name, content in files.files.items() if name != "tokenizer.json"}
