@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, Overloaded, WorkerFailed
 from specsplit.core.types import SamplingParams
 from tests.support.openai_server import Habits, serving
+from tests.support.stage_processes import EMBEDDED_TARGET
 
 TASKS = [Task(f"task-{number}", (1, 2), 2) for number in range(7)]
 LIMITS = Limits(ttft_s=1.0, itl_s=0.1)
@@ -235,6 +237,19 @@ def test_batched_generate_gives_each_request_its_own_text():
     assert [each.token_ids for each in outcomes] == [alone.generate(task).token_ids for task in tasks]
     assert [each.num_tokens for each in outcomes] == [5, 9, 7, 6]
     assert [len({each.due_s for each in batch}) for batch in (outcomes[:3], outcomes)] == [1, 2]
+
+
+@pytest.mark.parametrize("way", ["generate", "assisted", "assisted-constant", "lookup-4"])
+def test_a_checkpoints_generation_defaults_change_no_text(tmp_path: Path, way: str):
+    folders: dict[str, str] = {}
+    for role in ("target", "draft"):
+        copied = shutil.copytree(EMBEDDED_TARGET.parent / role, tmp_path / role)
+        (copied / "generation_config.json").write_text('{"repetition_penalty": 1.5, "min_new_tokens": 3}')
+        folders[role] = str(copied)
+    task = Task("a", tuple(range(5, 30)), 12)
+    assert (
+        load(way, 1, Pair(**folders)).generate(task).token_ids == load("generate", 1, Pair()).generate(task).token_ids
+    )
 
 
 @pytest.mark.slow
