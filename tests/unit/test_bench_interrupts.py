@@ -261,3 +261,10 @@ def test_an_error_before_the_first_cell_is_whole_is_raised(monkeypatch: pytest.M
     monkeypatch.setattr(bench, "set_up", lambda *arguments: _fail())
     with pytest.raises(ResourceError, match="memory"):
         cells.measure(bench.RunSettings(SYSTEMS, num_prompts=2), [1], [0.0], QUIET, lambda line: None)
+
+
+def test_ctrl_c_in_the_last_run_leaves_a_whole_file_and_is_told(measure: Measure, tmp_path: Path):
+    last = WARM_UPS + NUM_ROUNDS * PER_ROUND
+    found, _ = measure(tmp_path / "a.jsonl", lambda count: _interrupt() if count == last else None)
+    assert found is not None
+    assert (found.was_interrupted, read(tmp_path / "a.jsonl").is_whole) == (True, True)
