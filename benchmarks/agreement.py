@@ -5,7 +5,7 @@ Knows token ids only; the margin comes from whoever holds the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.systems import Sample, Task
@@ -48,14 +48,12 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 
 
 def differences(
-    tasks: Sequence[Task], reference: str, rounds: Iterable[Mapping[str, Sequence[Sample]]], margin: Margin
+    tasks: Sequence[Task], reference: str, rounds: Sequence[Mapping[str, Sequence[Sample]]], margin: Margin
 ) -> list[Difference]:
     """Return each distinct difference from the reference's text of the first round, its own later rounds included."""
     found: dict[tuple[str, str, int, int | None], Difference] = {}
-    expected: list[tuple[int, ...]] | None = None
+    expected = [sample.token_ids or () for each in rounds[:1] for sample in each[reference]]
     for samples_of in rounds:
-        if expected is None:
-            expected = [sample.token_ids or () for sample in samples_of[reference]]
         for system, samples in samples_of.items():
             for task, wanted, sample in zip(tasks, expected, samples, strict=True):
                 got = sample.token_ids

@@ -19,7 +19,7 @@ from benchmarks.results_file import RUN, Run
 from benchmarks.run import Bench, RunSettings
 from benchmarks.statistics import Estimate, estimate, paired_speedup
 from benchmarks.systems import Rounds
-from benchmarks.workloads import Prompt
+from specsplit.core.errors import SpecSplitError
 
 Record = dict[str, Any]
 Inspect = Callable[[Bench], Record]
@@ -98,45 +98,47 @@ def measure(
     tell: Tell,
     inspect: Inspect = lambda loaded: {},
 ) -> Cells | None:
-    """Measure every cell; None if none became whole. Ctrl-C ends it after the run that is under way.
+    """Measure every cell; None if none became whole. Ctrl-C or an error ends it, and the cells so far are kept.
 
     Raises:
-        SpecSplitError: a model cannot be loaded, or the settings do not fit it.
+        SpecSplitError: a model cannot be loaded, or the settings do not fit it, before there is any cell.
     """
     prompts = workloads.load(settings.workload, settings.num_prompts, settings.sha256)
     header: Record = {}
     cells: list[Cell] = []
-    num_cells = len(threads) * len(temperatures)
-    for count in threads:
+
+    def add_cells(count: int, should_stop: measuring.ShouldStop) -> bool:
+        """Measure the cells of one number of threads; return whether Ctrl-C ended it."""
         chosen = replace(settings, threads=count, measures_costs=False)
         entries = bench.find_entries(chosen)
         with ExitStack() as scope:
             loaded = bench.set_up(scope, chosen, entries, prompts, progress)
-            for line in (f"Skipped {name}: {why}" for name, why in loaded.skipped.items()):
-                tell(line)
+            for name, why in loaded.skipped.items():
+                tell(f"Skipped {name}: {why}")
             facts = inspect(loaded)
             for temperature in temperatures:
-                found = _measured(loaded, replace(chosen, temperature=temperature), prompts, progress, tell)
-                if found is None or not found.file.num_rounds:
-                    return Cells(header, cells, is_complete=False) if cells else None
-                header = header or _shared(found.file.header, threads, temperatures)
-                cells.append(Cell(count, temperature, found.file.run(), found.summary, facts))
-                if found.was_interrupted:
-                    return Cells(header, cells, is_complete=False)
-    return Cells(header, cells, is_complete=len(cells) == num_cells)
+                own = measuring.new_header(RUN, replace(chosen, temperature=temperature).to_dict(), prompts)
+                found = None if should_stop() else measuring.measure(None, own, lambda scope: loaded, progress, tell)
+                if found is not None:
+                    header.update(header or own)
+                    cells.append(Cell(count, temperature, found.file.run(), found.summary, facts))
+                if found is None or found.was_interrupted:
+                    return True
+        return False
 
-
-def _measured(
-    loaded: Bench, settings: RunSettings, prompts: Sequence[Prompt], progress: Progress, tell: Tell
-) -> measuring.Found | None:
-    header = measuring.new_header(RUN, settings.to_dict(), prompts)
-    return measuring.measure(None, header, lambda scope: loaded, progress, tell)
-
-
-def _shared(header: Record, threads: Sequence[int], temperatures: Sequence[float]) -> Record:
-    """Return the facts of the first cell, as those of all."""
-    settings = {**header["settings"], "threads": list(threads), "temperature": list(temperatures)}
-    return {**header, "settings": settings}
+    try:
+        with measuring.interrupts_between_runs() as should_stop:
+            for count in threads:
+                if add_cells(count, should_stop):
+                    break
+    except SpecSplitError as error:
+        if not cells:
+            raise
+        tell(f"The other cells are missing: {error}")
+    # The facts of the first cell stand for all.
+    header["settings"] = {**header.get("settings", {}), "threads": list(threads), "temperature": list(temperatures)}
+    num_rounds = [settings.num_rounds] * len(threads) * len(temperatures)
+    return Cells(header, cells, [cell.run.num_rounds for cell in cells] == num_rounds) if cells else None
 
 
 def wall_times(rounds: Rounds) -> list[list[float]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specsplit.core.errors import MissingExtra
+from specsplit.core.errors import InvalidRequest, MissingExtra
 
 _ROOT = Path(__file__).parent.parent
 _UNKNOWN = "unknown"
@@ -31,7 +31,8 @@ def provenance() -> dict[str, object]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "has_uncommitted_changes": _git("status", "--porcelain", "--", ".", *_WRITTEN) not in ("", _UNKNOWN),
+        # Where git does not answer in time, nobody knows that there are none.
+        "has_uncommitted_changes": _git("status", "--porcelain", "--", ".", *_WRITTEN) != "",
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "machine": {
             "cpu": _cpu_model(),
@@ -45,6 +46,20 @@ def provenance() -> dict[str, object]:
 def is_clean(origin: Mapping[str, Any]) -> bool:
     """Return whether a result with this provenance can be had again: its commit is known, and nothing was changed."""
     return origin.get("commit") != _UNKNOWN and not origin.get("has_uncommitted_changes")
+
+
+def require_clean(path: Path, origins: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse results of changes that are in no commit.
+
+    Raises:
+        InvalidRequest: naming the remedies.
+    """
+    if not all(map(is_clean, origins)):
+        raise InvalidRequest(
+            f"{path} was measured with changes that are in no commit, so nobody can repeat it; commit and measure "
+            "again, or look at it all the same with --uncommitted.",
+            param="file",
+        )
 
 
 def commit() -> str:
@@ -88,11 +103,11 @@ def require_bench_extra() -> None:
 
 
 class Neighbours:
-    """Watches the processors from its making on; Linux only, elsewhere it knows nothing."""
+    """Watches the processors from its making on; knows nothing but on Linux, and if None stands for unknown `pids`."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = (os.getpid(), *pids)
-        self._machine, self._own = _machine_ticks(), sum(map(_process_ticks, self._pids))
+    def __init__(self, pids: Sequence[int] | None) -> None:
+        self._pids = (os.getpid(), *(pids or ()))
+        self._machine, self._own = None if pids is None else _machine_ticks(), sum(map(_process_ticks, self._pids))
 
     def share(self) -> float | None:
         """Return the fraction of all processor time that neither we used nor was idle; None if it is not known."""

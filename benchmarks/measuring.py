@@ -10,12 +10,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import Any, TypeVar
 
 from benchmarks import results_file, workloads
 from benchmarks.agreement import Difference, differences
-from benchmarks.environment import Neighbours, provenance
+from benchmarks.environment import Neighbours, is_clean, provenance
 from benchmarks.processes import Child
 from benchmarks.report.console import Progress
 from benchmarks.results_file import SWEEP, ResultsFile, Run, Writer
@@ -67,8 +68,8 @@ class Bench(ABC):
         """Return the part of the header that only loaded models know."""
 
     @abstractmethod
-    def pids(self) -> list[int]:
-        """Return all processes that work for this measurement."""
+    def pids(self) -> list[int] | None:
+        """Return all processes that work for this measurement; None if some of them are not ours."""
 
     @abstractmethod
     def run(self, place: int, name: str, tasks: Sequence[Task]) -> tuple[list[Sample], Record]:
@@ -98,23 +99,23 @@ class Bench(ABC):
         warm_ups = sum(len(each[: self.num_warm_ups]) for each in batches)
         return len(self.names) * (warm_ups + sum(len(batches[number % len(batches)]) for number in missing))
 
-    def warm_up(self, file: ResultsFile, control: Control) -> None:
+    def warm_up(self, file: ResultsFile, tick: Tick, should_stop: ShouldStop) -> None:
         """Run what is not recorded, before every measurement."""
         for place, point in enumerate(file.points):
             for number, tasks in enumerate(self.batches(point)[: self.num_warm_ups]):
                 for name in running_order(self.names, 0, number):
-                    if not control.should_stop():
+                    if not should_stop():
                         self.run(place, name, tasks)
-                        control.tick(name)
+                        tick(name)
 
-    def block(self, file: ResultsFile, control: Control) -> list[Record] | None:
+    def block(self, file: ResultsFile, tick: Tick, should_stop: ShouldStop) -> list[Record] | None:
         """Measure the next round at the next point and return its lines; None if it was interrupted."""
         number, place = divmod(len(file.blocks), len(file.points))
         here = {"round": number, **({"point": place} if file.header["kind"] == SWEEP else {})}
         records: list[Record] = []
         for batch, tasks in enumerate(self.batches(file.points[place])):
             for name in running_order(self.names, number, batch):
-                if control.should_stop():
+                if should_stop():
                     return None
                 samples, facts = self.run(place, name, tasks)
                 lines = [
@@ -124,22 +125,15 @@ class Bench(ABC):
                 records += lines
                 if facts:
                     made = sum(line["num_tokens"] for line in lines)
-                    own = {"kind": "batch", **here, "system": name, "batch": batch}
-                    records.append({**own, **facts, "num_tokens": made})
-                control.tick(name)
+                    records.append(
+                        {"kind": "batch", **here, "system": name, "batch": batch, **facts, "num_tokens": made}
+                    )
+                tick(name)
         if len(records) == file.block_size(place):
             return records
-        if control.should_stop():
+        if should_stop():
             return None
         return [*records, *({"kind": "costs", **here, **facts} for facts in self.costs(place))]
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """Progress and interruption of a measurement."""
-
-    tick: Tick
-    should_stop: ShouldStop
 
 
 def running_order(systems: Sequence[T], round_number: int, task_number: int) -> list[T]:
@@ -196,25 +190,25 @@ def measure(
 
 def _fill(bench: Bench, file: ResultsFile, writer: Writer, progress: Progress) -> Found | None:
     """Measure the blocks that are missing and, once all are whole, write the summary."""
-    neighbours = Neighbours(bench.pids())
     was_interrupted = False
     with interrupts_between_runs() as should_stop, progress.running("measuring", bench.num_steps(file)) as tick:
-        control = Control(tick, should_stop)
-        bench.warm_up(file, control)
+        bench.warm_up(file, tick, should_stop)
         while len(file.blocks) < file.num_wanted and not was_interrupted:
-            records = bench.block(file, control)
+            neighbours = Neighbours(bench.pids())
+            records = bench.block(file, tick, should_stop)
             was_interrupted = records is None
             if records is not None:
+                records[-1]["neighbours_share"] = neighbours.share()
                 for record in records:
                     writer.add(record)
                 file.blocks.append(records)
         if not file.blocks:
             return None
         found, listed = bench.summary(file)
-        last = _ending(file, found, listed, neighbours.share())
+        last = _ending(file, found, listed)
         if not was_interrupted:
             writer.add(last)
-    return Found(file, last, was_interrupted)
+    return Found(file, last, was_interrupted or should_stop())
 
 
 def new_header(kind: str, settings: Record, prompts: Sequence[Prompt]) -> Record:
@@ -235,7 +229,7 @@ def _begun(output: Path | None, header: Record, tell: Tell) -> ResultsFile | Non
     """Return the content of a file that a measurement goes on with, None if there is none.
 
     Raises:
-        InvalidRequest, InvalidSettings: it is damaged, or of another measurement.
+        InvalidRequest, InvalidSettings: it is damaged, of another measurement, or of changes that are in no commit.
     """
     if output is None or not output.is_file() or not output.stat().st_size:
         return None
@@ -243,6 +237,11 @@ def _begun(output: Path | None, header: Record, tell: Tell) -> ResultsFile | Non
     _refuse_differences(found, header)
     if found.is_whole:
         tell(f"{found.path} is whole already; nothing was measured.")
+    elif not is_clean(header["provenance"]):
+        raise InvalidSettings(
+            f"{found.path} was begun with changes that are in no commit, so nobody knows whether they are still the "
+            "same; commit them, and name another --output."
+        )
     else:
         at = " at single points" if len(found.points) > 1 else ""
         tell(f"Going on with {found.path}: {len(found.blocks)} of {found.num_wanted} rounds{at} are whole.")
@@ -317,14 +316,15 @@ def differences_of(run: Run, tasks: Sequence[Task], referee: Child) -> list[Diff
     return differences(tasks, reference, rounds, lambda ids: referee.ask("top2_margin", list(ids), sampling, seed))
 
 
-def _ending(file: ResultsFile, found: Record, listed: Sequence[Record], share: float | None) -> Record:
-    """Return the last line of a file; `listed` are the differences, `share` is the neighbours'."""
+def _ending(file: ResultsFile, found: Record, listed: Sequence[Record]) -> Record:
+    """Return the last line of a file; `listed` are the differences."""
+    shares = [block[-1]["neighbours_share"] for block in file.blocks]
     return {
         "kind": "summary",
         "id": file.header["id"],
         "is_complete": len(file.blocks) == file.num_wanted,
         "num_rounds": file.num_rounds,
-        "neighbours_share": share,
+        "neighbours_share": None if None in shares else fmean(shares),
         **found,
         "skipped": file.header["skipped"],
         "num_compared": sum(num_compared(file.run(place)) for place in file.measured_points),

@@ -108,13 +108,17 @@ class Bench(measuring.Bench):
     def _facts(self, entry: Entry) -> Record:
         has_costs = entry.is_ours and self.settings.measures_costs
         place = registry.facts_of_place(entry.name, self.settings)
+        if entry.name.endswith("@remote"):
+            place = {"workers": self.children[entry.name].ask("identities", self.referee.ask("models"))}
         return {**entry.to_dict(), "has_costs": has_costs, **place, **self.dialect(entry)}
 
     def dialect(self, entry: Entry) -> Record:
         """Return how a server is asked; nothing for any other system."""
         return self.children[entry.name].ask("dialect") if entry.is_server else {}
 
-    def pids(self) -> list[int]:
+    def pids(self) -> list[int] | None:
+        if any(entry.is_server or entry.name.endswith("@remote") for entry in self.entries):
+            return None
         serving = [entry for entry in self.entries if entry.is_ours and "@" in entry.name]
         workers = [pid for entry in serving for pid in self.children[entry.name].ask("pids")]
         return [*(child.pid for child in {*self.children.values(), self.referee}), *workers]

@@ -12,10 +12,12 @@ from benchmarks.metrics import decode_s_per_token, wall_s_per_token
 from benchmarks.registry import BARE, GENERATE, PLAIN
 from benchmarks.results_file import Run
 from benchmarks.statistics import estimate, median, paired_speedup, quantile
-from benchmarks.systems import Rounds, RunSample
+from benchmarks.systems import Rounds, RunSample, Told
 
 Record = dict[str, Any]
-_STREAMED_MODE = "stream"
+Seconds = Callable[[RunSample], float | None]
+_STREAMING = ("stream", "auto")
+"""The modes whose rounds may be streamed."""
 
 
 def reservations(name: str, facts: Mapping[str, Any]) -> list[str]:
@@ -104,13 +106,7 @@ def _block(run: Run, name: str, places: Sequence[int]) -> Record:
     return found
 
 
-def _speedups(
-    run: Run,
-    name: str,
-    places: Sequence[int],
-    seconds: Callable[[RunSample], float | None],
-    baselines: Sequence[str],
-) -> Record:
+def _speedups(run: Run, name: str, places: Sequence[int], seconds: Seconds, baselines: Sequence[str]) -> Record:
     """Return how many times faster the system is than each baseline that was measured beside it.
 
     Plain decoding at the system's own place comes before plain decoding elsewhere.
@@ -127,9 +123,7 @@ def _speedups(
     return found
 
 
-def _rows(
-    rounds: Rounds, places: Sequence[int], seconds: Callable[[RunSample], float | None]
-) -> list[list[float]] | None:
+def _rows(rounds: Rounds, places: Sequence[int], seconds: Seconds) -> list[list[float]] | None:
     """Return seconds, [rounds][tasks]; None where one is not known."""
     rows = [[seconds(sample) for sample in samples] for samples in _chosen(rounds, places)]
     known = [[value for value in row if value is not None] for row in rows]
@@ -176,16 +170,25 @@ def inputs_of(samples: Sequence[RunSample], costs: Costs) -> Inputs | None:
     if tokens is None:
         return None
     num_rounds = sum(each.num_rounds for each in told)
-    rows = 1 + sum(each.speculative_decoding.num_draft_tokens for each in told) / num_rounds
+    # Forwards of prompts, of probes and of levels that were dropped made no tree deeper; lookup's nodes took none.
+    levels = [min(each.draft_forwards, each.speculative_decoding.num_path_tokens) for each in told]
     return Inputs(
         tokens_per_round=tokens,
-        num_levels=sum(each.draft_forwards for each in told) / num_rounds,
+        num_levels=sum(levels) / num_rounds,
         level_s=costs.level_s or 0.0,
-        verify_s=costs.verify_seconds(rows),
+        verify_s=sum(_verifying_s(each, costs) for each in told) / num_rounds,
         verify_one_s=costs.verify_seconds(1),
         round_trip_s=costs.round_trip_s,
         hit_rate=metrics.kept_share(samples),
     )
+
+
+def _verifying_s(told: Told, costs: Costs) -> float:
+    """Return t_v summed over the rounds of a generation: those with a tree at their mean rows, the others at one."""
+    counts = told.speculative_decoding
+    rows = 1 + counts.num_draft_tokens / max(1, counts.num_spec_steps)
+    without_tree = told.num_rounds - counts.num_spec_steps
+    return counts.num_spec_steps * costs.verify_seconds(rows) + without_tree * costs.verify_seconds(1)
 
 
 def limits_of(rounds: Rounds, costs: Sequence[Costs], mode: str | None) -> Record | None:
@@ -195,7 +198,7 @@ def limits_of(rounds: Rounds, costs: Sequence[Costs], mode: str | None) -> Recor
         inputs, rate = inputs_of(samples, cost), metrics.decode_rate(samples)
         if inputs is None or rate is None:
             return None
-        found.append(reached(inputs, rate, is_streamed=mode == _STREAMED_MODE))
+        found.append(reached(inputs, rate, may_stream=mode in _STREAMING))
     names = [name for name in found[0] if name != "inputs"]
     return {
         **{name: estimate([each[name] for each in found]).to_dict() for name in names},

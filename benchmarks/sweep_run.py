@@ -27,11 +27,11 @@ from specsplit.core.errors import InvalidRequest
 
 
 class _Bench(measuring.Bench):
-    """One pair of workers, and connections of its own for each point."""
+    """One pair of workers, and connections of its own for each point; `children` may hold the network, too."""
 
-    def __init__(self, settings: GridSettings, children: tuple[Child, Child], prompts: Sequence[Prompt]) -> None:
-        self._settings, self._prompts = settings, prompts
-        self._points, referee = children
+    def __init__(self, settings: GridSettings, children: Sequence[Child], prompts: Sequence[Prompt]) -> None:
+        self._settings, self._prompts, self._children = settings, prompts, children
+        self._points, referee = children[:2]
         tasks, too_long = measuring.encoded(referee, prompts, settings)
         if too_long:
             raise InvalidRequest(
@@ -43,15 +43,19 @@ class _Bench(measuring.Bench):
 
     def facts(self) -> Record:
         where = "workers elsewhere" if self._settings.is_remote else "one pair of local worker processes"
+        models = self.referee.ask("models")
+        told = {"workers": self._points.ask("identities", models)} if self._settings.is_remote else {}
         return {
-            "models": self.referee.ask("models"),
-            "systems": {mode: {"where": where, "mode": mode} for mode in self._settings.modes},
+            "models": models,
+            "systems": {mode: {"where": where, "mode": mode, **told} for mode in self._settings.modes},
             "skipped": {},
             "prompts": measuring.prompt_facts(self.tasks, self._prompts),
         }
 
-    def pids(self) -> list[int]:
-        return [self._points.pid, self.referee.pid, *self._points.ask("pids")]
+    def pids(self) -> list[int] | None:
+        if self._settings.is_remote:
+            return None
+        return [*(child.pid for child in self._children), *self._points.ask("pids")]
 
     def run(self, place: int, name: str, tasks: Sequence[Task]) -> tuple[list[Sample], Record]:
         batch: Batch = self._points.ask("batch", place, name, tasks)
@@ -98,7 +102,7 @@ def _set_up(scope: ExitStack, settings: GridSettings, prompts: Sequence[Prompt],
         for number, point in enumerate(settings.points):
             points.ask("connect", number, _addresses(points.ask("addresses"), network, settings, point))
             tick(point.name)
-    return _Bench(settings, (points, referee), prompts)
+    return _Bench(settings, [points, referee, *([network] if network else [])], prompts)
 
 
 def _addresses(direct: dict[str, str], network: Child | None, settings: GridSettings, point: Point) -> dict[str, str]:

@@ -91,12 +91,8 @@ def held_out() -> list[Prompt]:
         InvalidRequest: the file of HumanEval's prompts was altered.
     """
     humaneval = read_questions(f"{HUMANEVAL}:{HUMANEVAL_PROMPTS}", HUMANEVAL_PROMPTS_SHA256)
-    code = sorted(read_prompts(CODE_PROMPTS, None), key=lambda prompt: _hash_of(prompt.id))
+    code = sorted(read_prompts(CODE_PROMPTS, None), key=lambda prompt: hashlib.sha256(prompt.id.encode()).hexdigest())
     return _in_turn([*humaneval, *code[: len(humaneval)]])
-
-
-def _hash_of(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _first(prompts: list[Prompt], count: int | None) -> list[Prompt]:
@@ -165,8 +161,6 @@ def _parsed(spec: str) -> tuple[str, Path]:
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except FileNotFoundError as error:
-        raise _refused(f"There is no file {path}.") from error
     except OSError as error:
         raise _refused(f"{path} cannot be read ({error.strerror}).") from error
 

@@ -61,6 +61,8 @@ class Bench:
             tasks, left_out = measuring.encoded(referee, prompts, settings)
             if left_out:
                 raise InvalidRequest(f"{left_out[0]} and its new tokens do not fit the context.", param="new_tokens")
+        for name in (name for name in settings.systems if name.endswith("@remote")):
+            self.systems[name] = {"workers": self._children[name].ask("identities", self.models)}
         if ENDPOINT in self._children:
             self.systems[ENDPOINT] = self._children[ENDPOINT].ask("dialect")
         self._tasks = tasks
@@ -141,8 +143,9 @@ def run(settings: LoadSettings, progress: Progress) -> Record | None:
             if not rounds:
                 raise
             error = str(failure)
-        # A server on this machine is no neighbour, and nobody knows which process it is.
-        share = neighbours.share() if settings.endpoint is None else None
+        # What computes for us in processes that we did not start is no neighbour, and nobody knows which they are.
+        is_known = settings.endpoint is None and not any(name.endswith("@remote") for name in settings.systems)
+        share = neighbours.share() if is_known else None
     if not rounds:
         return None
     measured = {key: [each[key] for each in rounds] for key in rounds[0]}

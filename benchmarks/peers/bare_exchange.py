@@ -21,10 +21,6 @@ _REPEATS = 50
 _PROGRAM = ("-m", "benchmarks.peers.bare_exchange")
 
 
-def _bytes(message: bytes) -> bytes:
-    return message
-
-
 async def _serve() -> None:
     """Answer each message, which begins with the number of bytes that are wanted back."""
 
@@ -32,7 +28,7 @@ async def _serve() -> None:
         async for request in requests:
             yield bytes(int.from_bytes(request[:4]))
 
-    handler = grpc.stream_stream_rpc_method_handler(exchange, _bytes, _bytes)
+    handler = grpc.stream_stream_rpc_method_handler(exchange, bytes, bytes)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", {"Exchange": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -67,7 +63,7 @@ def _start(stack: AsyncExitStack) -> int:
 
 async def _open(stack: AsyncExitStack, port: int) -> grpc.aio.StreamStreamCall[bytes, bytes]:
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
-    call = channel.stream_stream(_METHOD, _bytes, _bytes)()
+    call = channel.stream_stream(_METHOD, bytes, bytes)()
     stack.callback(call.cancel)
     return call
 

@@ -36,10 +36,9 @@ async def measure(workers: Workers, context_tokens: int, *, travels: bool) -> Co
 
 def _turn(session: str, number: int, committed: tuple[int, ...], token: int) -> Turn:
     """Return the turn of round `number`: `committed` lies in the slot from round 1 on, and one token follows it."""
-    opening = SessionParams(prompt_length=len(committed)) if number == 0 else None
     if number == 0:
-        return Turn(session, 1, 0, 0, 0, (*committed, token), opening)
-    return Turn(session, 1, number, len(committed), prefix_hash(committed), (token,), opening)
+        return Turn(session, 1, 0, 0, 0, (*committed, token), SessionParams(prompt_length=len(committed)))
+    return Turn(session, 1, number, len(committed), prefix_hash(committed), (token,), None)
 
 
 async def _verifies(

@@ -89,6 +89,7 @@ class InProcess(OnLoop):
             role: {
                 "name": model.name,
                 "weights_hash": model.weights_hash,
+                "vocab_hash": model.identity.vocab_hash,
                 "num_parameters": sum(weights.numel() for weights in model.runner.model.parameters()),
                 "weight_bytes": model.weight_bytes,
                 "dtype": model.dtype,

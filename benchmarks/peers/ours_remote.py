@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
+from itertools import product
+from typing import Any
 
 from benchmarks.limits import Costs
 from benchmarks.load.clients import Load, Outcome
@@ -16,6 +19,7 @@ from benchmarks.settings import Pair, ServedMode, Shape
 from benchmarks.systems import Task
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.workers import Workers
+from specsplit.core.errors import InvalidRequest
 from specsplit.core.sections import DraftSettings, OrchestratorSettings, TargetSettings
 from specsplit.core.settings import Settings, override
 from specsplit.orchestrator.request import Request
@@ -24,6 +28,8 @@ _WIRE_MODE = ServedMode("wire", "pingpong", Shape(nodes=32, depth=8, branching=4
 """The tree whose bytes P8 bounds."""
 _WIRE_TOKENS = 96
 """Enough for several rounds between the first and the last, whatever is measured beside it."""
+_SAME = ("weights_hash", "vocab_hash", "dtype")
+"""The facts in which workers elsewhere must agree with the models that judge them."""
 _RETRY_S = 3.0
 """A server that is not there is skipped, so it is not waited for."""
 
@@ -74,6 +80,29 @@ class WithWorkers(OnLoop):
     def pids(self) -> list[int]:
         """Return the processes that work for this one, as far as they are known."""
         return [process.pid for process in self._processes.values()]
+
+    def identities(self, models: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return what the workers say of their models, by role; `models` are those that the referee loaded.
+
+        Raises:
+            InvalidRequest: they are not the same.
+        """
+        return self._loop.run(self._identities(models))
+
+    async def _identities(self, models: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        async with AsyncExitStack() as stack:
+            workers = await connect(stack, self._addresses)
+            ports = {"target": workers.verifier, "draft": workers.drafter}
+            told = {role: asdict(await port.ping()) for role, port in ports.items() if port is not None}
+        for role, name in product(told.keys() & models.keys(), _SAME):
+            theirs, ours = told[role][name], models[role][name]
+            if theirs and ours and theirs != ours:  # a chain of stages may not know its weights
+                raise InvalidRequest(
+                    f"The {role} at {self._addresses[role]} has the {name} {theirs}, its judge here has {ours}; "
+                    "name the workers' models with --target, --draft and --dtype.",
+                    param=role,
+                )
+        return {role: {name: each[name] for name in ("model", *_SAME, "device")} for role, each in told.items()}
 
 
 class Services(WithWorkers):

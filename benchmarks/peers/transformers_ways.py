@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
@@ -30,7 +30,7 @@ def load(name: str, threads: int, pair: Pair) -> TransformersSystem:
 def load_model(role: str, pair: Pair) -> PreTrainedModel:
     """Return an own instance that runs past end-of-sequence tokens, as all systems do here.
 
-    Without an end-of-sequence id nothing has to be suppressed, so no logits processor stands in its way.
+    It keeps nothing of the checkpoint's generation defaults, such as a penalty, which no other system here follows.
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # assisted generation warns about its own inner call
@@ -41,8 +41,7 @@ def load_model(role: str, pair: Pair) -> PreTrainedModel:
     path = str(files("specsplit.model") / "embedded" / role) if source == EMBEDDED else source
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[pair.dtype], use_safetensors=True)
     model.to(pair.device).eval().requires_grad_(False)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    model.generation_config = GenerationConfig(pad_token_id=0)
     return model
 
 

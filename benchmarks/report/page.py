@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from benchmarks import results_file
-from benchmarks.environment import is_clean
+from benchmarks.environment import require_clean
 from benchmarks.report import plots, sections
 from benchmarks.report.plots import DARK, LIGHT, Palette, Plot
 from benchmarks.report.tables import Section
@@ -77,24 +77,6 @@ def _unique(name: str, used: set[str]) -> str:
     return free
 
 
-def _check_commits(path: Path, lines: Sequence[str]) -> None:
-    """Refuse results of changes that are in no commit."""
-    origins = [_provenance(line) for line in lines if '"provenance"' in line]
-    if not all(map(is_clean, origins)):
-        raise InvalidRequest(
-            f"{path} was measured with changes that are in no commit, so nobody can repeat it; commit and measure "
-            "again, or look at it all the same with --uncommitted.",
-            param="file",
-        )
-
-
-def _provenance(line: str) -> Record:
-    try:
-        return json.loads(line)["provenance"]
-    except (ValueError, KeyError, TypeError):
-        return {}  # whoever reads the whole line says that it is damaged
-
-
 def _sections(path: Path, first: Record, new_name: Callable[[], str], *, needs_commit: bool) -> list[Section]:
     kind = str(first.get("kind") if first.get("kind") in _OF_FILE else first.get("benchmark"))
     if kind not in (*_OF_FILE, *_OF_LINE):
@@ -103,7 +85,7 @@ def _sections(path: Path, first: Record, new_name: Callable[[], str], *, needs_c
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
         chosen = lines if kind in (*_OF_FILE, *_LINES_OF_THEIR_OWN) else lines[-1:]
         if needs_commit:
-            _check_commits(path, chosen)
+            require_clean(path, [json.loads(line)["provenance"] for line in chosen if '"provenance"' in line])
         if kind in _OF_FILE:
             return [_OF_FILE[kind](path, new_name())]
         return [_OF_LINE[kind](json.loads(line), path, new_name()) for line in chosen]

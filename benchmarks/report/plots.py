@@ -76,21 +76,11 @@ def canvas(palette: Palette, title: str, height_in: float) -> Iterator[tuple[Fig
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    style = {
-        "font.size": 10,
-        "font.family": "sans-serif",
-        "text.color": palette.ink,
-        "axes.labelcolor": palette.ink,
-        "axes.edgecolor": palette.faint,
-        "axes.facecolor": palette.paper,
-        "figure.facecolor": palette.paper,
-        "xtick.color": palette.ink,
-        "ytick.color": palette.ink,
-        "grid.color": palette.faint,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-    }
+    style: dict[str, Any] = {"font.size": 10, "font.family": "sans-serif"}
+    style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), palette.ink)
+    style |= dict.fromkeys(("axes.edgecolor", "grid.color"), palette.faint)
+    style |= dict.fromkeys(("axes.facecolor", "figure.facecolor"), palette.paper)
+    style |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
     with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         axes = figure.add_subplot()
@@ -193,11 +183,7 @@ def columns(
 def by_depth(title: str, series: Mapping[str, Sequence[float | None]]) -> Callable[[Palette], Figure]:
     """Return the conditional acceptance over depth, counted from 1."""
     points = {
-        name: [
-            (depth, {"median": rate, "low": rate, "high": rate})
-            for depth, rate in enumerate(rates, 1)
-            if rate is not None
-        ]
+        name: [(depth, {"median": rate, "samples": [rate]}) for depth, rate in enumerate(rates, 1) if rate is not None]
         for name, rates in series.items()
     }
     return lines(title, points, "depth", "accepted, of the rounds that got there")
@@ -240,9 +226,7 @@ def inline_svg(plot: Plot) -> str:
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     # Ids are unique in a page only with the plot's name before them.
-    text = re.sub(r'\bid="', f'id="{plot.name}-', text)
-    text = re.sub(r"url\(#", f"url(#{plot.name}-", text)
-    text = re.sub(r'href="#', f'href="#{plot.name}-', text)
+    text = re.sub(r'\bid="|url\(#|href="#', rf"\g<0>{plot.name}-", text)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*"', r'<svg \1width="100%"', text, count=1)
     text = re.sub(r'(<svg [^>]*?)height="[^"]*"', r"\1", text, count=1)
     label = escape(plot.title, {'"': "&quot;"})

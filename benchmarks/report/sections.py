@@ -36,6 +36,12 @@ def warn(section: Section, found: Record, header: Record) -> None:
         section.warn(f"Left out {task}: it does not fit the context with its new tokens.")
 
 
+def warn_if_short(section: Section, name: str, made: int, asked: int) -> None:
+    """Say that a system made fewer tokens than it was asked for, so that it took less time."""
+    if made < asked:
+        section.warn(f"{name}: {made} tokens were made of {asked} that were asked for.")
+
+
 def of_run(file: ResultsFile, name: str) -> Section:
     """Return the section of a run; one that is not whole shows its whole rounds."""
     settings, run = file.header["settings"], file.run()
@@ -49,6 +55,9 @@ def of_run(file: ResultsFile, name: str) -> Section:
         section.warn(file.status)
     found = file.summary or {}
     warn(section, found, file.header)
+    for system, rounds in run.samples.items():
+        made = [sample.num_tokens for row in rounds for sample in row]
+        warn_if_short(section, system, sum(made), len(made) * settings["num_new_tokens"])
     if run.num_rounds:
         by_system = found.get("systems") or summary.summarise(run)
         section.add(systems.figures(name, by_system, inflated(settings)))
@@ -140,7 +149,8 @@ def point_table(points: Sequence[Record]) -> Table:
                     number(found["inputs"]["r"] if found else None, 2, 1e3),
                 ]
             )
-    return Table("All points", columns, listed)
+    limits = [system["limits"] for point in points for system in point["systems"].values()]
+    return Table(f"All points{systems.too_low(limits)}", columns, listed)
 
 
 def sweep_plots(name: str, points: Sequence[Record], suffix: str) -> list[Plot]:
@@ -153,17 +163,13 @@ def sweep_plots(name: str, points: Sequence[Record], suffix: str) -> list[Plot]:
         sets = list(product(*(sorted({point[other] for point in points}) for other in others)))
         for number_of, values in enumerate(sets):
             chosen = [p for p in points if tuple(p[other] for other in others) == values]
-            fixed = (
-                ", ".join(f"{_AXIS_NAMES[o]} {v:g}" for o, v in zip(others, values, strict=True))
-                if len(sets) > 1
-                else ""
-            )
+            fixed = ", ".join(f"{_AXIS_NAMES[o]} {v:g}" for o, v in zip(others, values, strict=True))
             modes = list(dict.fromkeys(mode for point in chosen for mode in point["throughput"]))
             series = {
                 mode: [(p[axis], p["throughput"][mode]) for p in sorted(chosen, key=lambda p: p[axis])]
                 for mode in modes
             }
-            title = f"Tokens per second over {_AXIS_NAMES[axis]}{f' ({fixed})' if fixed else ''}{suffix}"
+            title = f"Tokens per second over {_AXIS_NAMES[axis]}{f' ({fixed})' if len(sets) > 1 else ''}{suffix}"
             file = f"{name}-{axis.replace('_', '-')}{f'-{number_of + 1}' if len(sets) > 1 else ''}"
             made.append(Plot(file, title, plots.lines(title, series, _AXIS_LABELS[axis], "tokens/s")))
     return made

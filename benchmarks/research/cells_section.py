@@ -17,7 +17,7 @@ def of_cells(record: Record, path: Path, name: str) -> Section:
     """Return the section of a line of `smoke` or `bars`: rates by system and cell, then the bars."""
     section = Section(f"{path.name}: {record['benchmark']}")
     if not record["is_complete"]:
-        section.warn("Not whole: it was interrupted.")
+        section.warn("Not whole: it was interrupted, or a cell failed.")
     warn(section, record, record)
     settings = record["settings"]
     if "cells" in record:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.report import plots
 from benchmarks.report.plots import Plot
-from benchmarks.report.sections import warn
+from benchmarks.report.sections import warn, warn_if_short
 from benchmarks.report.tables import NONE, Record, Section, models_of, shown, spread, threads_of
 
 _THREADS_OF_OLDER = "each worker of a MODE@loopback has as many, so a mode with a draft twice as many as plain decoding"
@@ -65,8 +65,7 @@ def _warn_of_short_answers(section: Section, record: Record) -> None:
         for name, rounds in point.get("samples", {}).items():
             done = [each for row in rounds for each in row if each[-1] == "done"]
             made, asked = sum(each[-2] for each in done), sum(lengths[each[0] % len(lengths)] for each in done)
-            if made < asked:
-                section.warn(f"{name}, {load_name(point)}: {made} tokens were made of {asked} that were asked for.")
+            warn_if_short(section, f"{name}, {load_name(point)}", made, asked)
 
 
 def _title(record: Record) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import registry, results_file
+from benchmarks.environment import require_clean
 from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.cells import bounds_of
@@ -127,12 +128,17 @@ def rates(found: ResultsFile) -> list[dict[str, Any]]:
 @app.command("network-bars")
 def network_bars(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results files of sweep.")],
+    uncommitted: Annotated[
+        bool, typer.Option("--uncommitted", help="Check what was measured without a commit.")
+    ] = False,
 ) -> None:
     """Check the bars that sweeps can check, and print them; one JSON line last."""
     console = report.new_console()
     told: list[dict[str, object]] = []
     for path in files:
         found = results_file.read(path, SWEEP)
+        if not uncommitted:
+            require_clean(path, [found.header["provenance"]])
         bars = bars_of(found)
         listed = report.table(str(path), "bar", "measure", "value", "bound", "met", "note")
         for bar in bars:

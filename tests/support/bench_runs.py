@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import environment
 from benchmarks.limits import Costs
 from benchmarks.results_file import ResultsFile, Writer
 from benchmarks.systems import RunSample, Sample, from_record, to_record
@@ -84,6 +85,11 @@ def made_file(header: dict[str, Any], records: list[dict[str, Any]]) -> ResultsF
     size = found.block_size(0)
     found.blocks = [records[first : first + size] for first in range(0, len(records), size)]
     return found
+
+
+def clean_provenance() -> dict[str, Any]:
+    """Return this checkout's provenance as if its changes were in a commit: only then does a measurement go on."""
+    return {**environment.provenance(), "commit": "c0ffee", "has_uncommitted_changes": False}
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> Path:

@@ -163,6 +163,16 @@ def test_the_reference_is_named_and_a_partial_run_is_marked():
         compare(neither, neither)
 
 
+def test_commits_and_changes_that_are_in_none_are_told():
+    header = _header()
+    dirty = {**header, "provenance": {**header["provenance"], "commit": "c0ffee", "has_uncommitted_changes": True}}
+    notes = compare(_run(1, 5), replace(_run(2, 5), header=dirty)).notes
+    assert "Commits: none, then c0ffee." in notes
+    assert [note for note in notes if "in no commit" in note] == [
+        "2.jsonl was measured with changes that are in no commit."
+    ]
+
+
 def test_runs_of_different_settings_are_refused_unless_forced():
     before, after = _run(1, 5), replace(_run(2, 5), header=_header(threads=4))
     with pytest.raises(InvalidRequest, match="threads: 2 and 4"):

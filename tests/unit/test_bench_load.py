@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, Overloaded, WorkerFailed
 from specsplit.core.types import SamplingParams
 from tests.support.openai_server import Habits, serving
+from tests.support.stage_processes import EMBEDDED_TARGET
 
 TASKS = [Task(f"task-{number}", (1, 2), 2) for number in range(7)]
 LIMITS = Limits(ttft_s=1.0, itl_s=0.1)
@@ -272,6 +274,19 @@ def test_a_client_of_generate_waits_from_its_last_text_for_its_batch():
     ends_s = sorted(each.due_s + each.e2e_s for each in outcomes[:2])
     assert [each.due_s for each in outcomes] == [0.0, 0.0, *ends_s], "the shorter text's client goes on at once"
     assert ends_s[0] < ends_s[1] < min(each.due_s + each.arrivals[0][0] for each in outcomes[2:])
+
+
+@pytest.mark.parametrize("way", ["generate", "assisted", "assisted-constant", "lookup-4"])
+def test_a_checkpoints_generation_defaults_change_no_text(tmp_path: Path, way: str):
+    folders: dict[str, str] = {}
+    for role in ("target", "draft"):
+        copied = shutil.copytree(EMBEDDED_TARGET.parent / role, tmp_path / role)
+        (copied / "generation_config.json").write_text('{"repetition_penalty": 1.5, "min_new_tokens": 3}')
+        folders[role] = str(copied)
+    task = Task("a", tuple(range(5, 30)), 12)
+    assert (
+        load(way, 1, Pair(**folders)).generate(task).token_ids == load("generate", 1, Pair()).generate(task).token_ids
+    )
 
 
 @pytest.mark.slow

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import registry
 from benchmarks.environment import Neighbours
+from benchmarks.peers import ours_remote
+from benchmarks.peers.ours_remote import Services
 from benchmarks.processes import Child
+from benchmarks.run import Bench, RunSettings
+from benchmarks.settings import ServedMode
 from benchmarks.systems import Sample, Task
 from specsplit.core.errors import InvalidRequest, InvalidSettings, ResourceError
+from specsplit.core.types import Identity
 
 TASK = Task("task", (1, 2, 3), 5)
 
@@ -58,6 +65,47 @@ def test_a_child_does_tasks_answers_questions_and_tells_its_errors():
         assert share is None or 0 <= share <= 1
         with pytest.raises(InvalidRequest, match="No"):
             child.ask("refuse")
+
+
+IDENTITY = Identity("target", "far", 9, "vocab", 64, 8, weights_hash="weights", dtype="bf16", device="cuda")
+
+
+def _services(monkeypatch: pytest.MonkeyPatch) -> Services:
+    """Return services whose target says that it is IDENTITY."""
+
+    async def ping() -> Identity:
+        return IDENTITY
+
+    async def connect(stack: object, addresses: dict[str, str]) -> SimpleNamespace:
+        return SimpleNamespace(verifier=SimpleNamespace(ping=ping), drafter=None)
+
+    monkeypatch.setattr(ours_remote, "connect", connect)
+    return Services(ServedMode("plain@remote", "plain"), {"target": "far:1"})
+
+
+@pytest.mark.parametrize("name", ["weights_hash", "vocab_hash", "dtype"])
+def test_a_worker_elsewhere_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, name: str):
+    services, same = _services(monkeypatch), asdict(IDENTITY)
+    told = services.identities({"target": same, "draft": {**same, "weights_hash": "of nobody here"}})
+    assert told == {"target": {key: same[key] for key in ("model", "weights_hash", "vocab_hash", "dtype", "device")}}
+    with pytest.raises(InvalidRequest, match=rf"target at far:1 has the {name} {same[name]}, .* fp8;.*--target"):
+        services.identities({"target": {**same, name: "fp8"}})
+    assert services.identities({"target": {**same, "weights_hash": ""}}) == told, "nobody knows whether they differ"
+
+
+def test_a_run_holds_workers_elsewhere_against_the_models_that_judge_them():
+    asked: list[tuple[object, ...]] = []
+
+    def ask(method: str, *arguments: object) -> dict[str, object]:
+        asked.append((method, *arguments))
+        return {"target": {"model": "far"}} if method == "identities" else {"target": {"name": "near"}}
+
+    settings = RunSettings(("plain@remote",), target_address="far:1")
+    bench = Bench(settings, [], SimpleNamespace(ask=ask))  # type: ignore[arg-type]
+    bench.entries = [registry.find("plain@remote", settings)]
+    bench.children = {"plain@remote": SimpleNamespace(ask=ask)}  # type: ignore[dict-item]
+    assert bench.facts()["systems"]["plain@remote"]["workers"] == {"target": {"model": "far"}}
+    assert ("identities", {"target": {"name": "near"}}) in asked
 
 
 def test_a_child_that_ends_is_told_from_one_that_refuses():

@@ -218,6 +218,31 @@ def test_a_result_that_no_commit_gives_again_is_refused(tmp_path: Path, origin: 
     assert "in no commit" in page.render([section], _silent)
 
 
+@pytest.mark.parametrize(("verify_s", "is_passed"), [(0.2, True), (0.04, False)])
+def test_a_limit_that_was_passed_is_called_an_estimate(tmp_path: Path, verify_s: float, is_passed: bool):
+    header = _header()
+    records = [record for number in range(2) for record in round_records(number, header)]
+    for record in records:
+        if record["kind"] == "costs":
+            record["verify_s"] = {"1": verify_s}
+    html = _page(write_lines(tmp_path / "a.jsonl", [header, *records]))
+    assert "nothing can beat" not in html
+    assert ("is too low there" in html) == is_passed
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_server_that_stops_early_is_told_in_the_section_of_a_run(tmp_path: Path, is_short: bool):
+    header = _header()
+    records = [record for number in range(2) for record in round_records(number, header)]
+    for record in records:
+        if is_short and record["kind"] == "sample" and record["system"] == "generate":
+            record |= {"num_tokens": 3, "token_ids": None}
+    (section,) = page.build([write_lines(tmp_path / "a.jsonl", [header, *records])], _silent)
+    warnings = [part.content for part in section.parts if isinstance(part, Text) and part.is_warning]
+    wanted = ["generate: 12 tokens were made of 44 that were asked for."] if is_short else []
+    assert [warning for warning in warnings if "were made" in warning] == wanted
+
+
 def test_an_empty_table_leaves_no_trace():
     section = Section("s")
     section.table("t", ("a", "b"), [])

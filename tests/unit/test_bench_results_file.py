@@ -20,6 +20,7 @@ from tests.support.bench_runs import (
     ARRIVALS,
     COSTS,
     SPECULATIVE,
+    clean_provenance,
     made_header,
     round_records,
     stored_sample,
@@ -144,7 +145,7 @@ def test_a_run_that_loads_has_its_file_for_itself(tmp_path: Path):
         seen.append(path.stat().st_size)
         raise ResourceError("There is no memory.")
 
-    header = measuring.new_header("run", {"num_rounds": 1}, [])
+    header = {**measuring.new_header("run", {"num_rounds": 1}, []), "provenance": clean_provenance()}
     write_lines(path, [header])
     size = path.stat().st_size
     with pytest.raises(ResourceError, match="memory"):

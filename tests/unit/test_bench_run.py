@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import metrics, registry, summary, workloads
+from benchmarks import measuring, metrics, registry, summary, workloads
 from benchmarks.__main__ import app
 from benchmarks.metrics import (
     bytes_per_token,
@@ -34,7 +34,15 @@ from benchmarks.systems import RunSample, Sample, Task
 from specsplit.core.defaults import DRAFTLESS
 from specsplit.core.errors import InvalidRequest, InvalidSettings, MissingExtra, WorkerFailed, WorkerUnreachable
 from specsplit.core.types import SamplingParams
-from tests.support.bench_runs import SPECULATIVE, made_file, made_header, made_sample, round_records, stored_sample
+from tests.support.bench_runs import (
+    SPECULATIVE,
+    clean_provenance,
+    made_file,
+    made_header,
+    made_sample,
+    round_records,
+    stored_sample,
+)
 
 # --- the registry
 
@@ -247,12 +255,12 @@ def test_a_summary_holds_every_number_per_task_and_pooled():
 
 def test_the_limits_come_from_what_was_measured_beside_the_system():
     limits = summary.summarise(_run(pingpong="pingpong"))["pingpong"]["limits"]
-    verify_s = 0.08 + 0.2 / 4 * 0.04
+    verify_s = (4 * 0.09 + 0.05) / 5
     assert limits["inputs"] == pytest.approx(
-        {"A": 2.0, "D": 2.0, "t_d": 0.01, "t_v_n": verify_s, "t_v_1": 0.05, "r": 0.02, "h": 0.0}
-    ), "16 nodes and the last token in five rounds are 4.2 rows a verify"
-    assert limits["L0"]["median"] == pytest.approx(2.0 / (0.02 + 0.02 + verify_s))
-    assert limits["phi0"]["median"] == pytest.approx(20 * (0.04 + verify_s) / 2)
+        {"A": 2.0, "D": 8 / 5, "t_d": 0.01, "t_v_n": verify_s, "t_v_1": 0.05, "r": 0.02, "h": 0.0}
+    ), "four rounds of five rows and one of one row; two of the draft's ten forwards made no path longer"
+    assert limits["L0"]["median"] == pytest.approx(2.0 / (0.016 + 0.02 + verify_s))
+    assert limits["phi0"]["median"] == pytest.approx(20 * (0.036 + verify_s) / 2)
     assert limits["AR"]["median"] == pytest.approx(20.0)
     assert summary.summarise(_run(plain="plain", generate=None))["generate"]["limits"] is None
 
@@ -330,7 +338,8 @@ def _invoke(*arguments: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_real_run_is_resumed_where_it_was_cut(tmp_path: Path):
+def test_a_real_run_is_resumed_where_it_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measuring, "provenance", clean_provenance)
     path = tmp_path / "run.jsonl"
     options = ["--prompts", "2", "--new-tokens", "8", "--rounds", "2", "--threads", "1", "--output", str(path)]
     options = ["--systems", "pingpong,openai:http://127.0.0.1:1/v1", *options]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import environment, sweep_run
+from benchmarks import environment, measuring, sweep_run
 from benchmarks.__main__ import app
 from benchmarks.measuring import Bench
 from benchmarks.report import page, sections
@@ -21,7 +22,7 @@ from benchmarks.results_file import SWEEP, ResultsFile, read
 from benchmarks.sweep_grid import GridSettings, Point
 from benchmarks.systems import Task, to_record
 from specsplit.core.errors import InvalidRequest, InvalidSettings, SpecSplitError
-from tests.support.bench_runs import COSTS, made_sample, write_lines
+from tests.support.bench_runs import COSTS, clean_provenance, made_sample, write_lines
 
 GRID = GridSettings(("plain", "pingpong"), rtts_ms=(0.0, 10.0), concurrencies=(1, 2), num_prompts=2, num_rounds=2)
 ORIGIN = {
@@ -201,6 +202,16 @@ def test_points_without_a_whole_round_are_left_out_of_the_report(tmp_path: Path)
     assert any("there is nothing to show" in part.content for part in nothing.parts if isinstance(part, Text))
 
 
+@pytest.mark.parametrize("origin", [{"has_uncommitted_changes": True}, {"commit": "unknown"}])
+def test_bars_of_a_sweep_that_no_commit_gives_again_are_refused(tmp_path: Path, origin: dict[str, Any]):
+    header = {**_header(), "provenance": {**ORIGIN, **origin}}
+    path = write_lines(tmp_path / "s.jsonl", [header, *(line for block in _blocks(8) for line in block)])
+    refused = CliRunner().invoke(app, ["network-bars", str(path)])
+    assert isinstance(refused.exception, InvalidRequest)
+    assert "--uncommitted" in str(refused.exception)
+    assert CliRunner().invoke(app, ["network-bars", str(path), "--uncommitted"]).exit_code == 0
+
+
 # --- running
 
 
@@ -215,13 +226,23 @@ def _told(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_resumes_and_writes_the_plain_text(tmp_path: Path):
+def test_an_interrupted_sweep_resumes_and_writes_the_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    watched: list[Sequence[int]] = []
+
+    class Watch(environment.Neighbours):
+        def __init__(self, pids: Sequence[int]) -> None:
+            watched.append(pids)
+            super().__init__(pids)
+
+    monkeypatch.setattr(measuring, "Neighbours", Watch)
+    monkeypatch.setattr(measuring, "provenance", clean_provenance)
     output = tmp_path / "s.jsonl"
     first = CliRunner().invoke(app, _arguments(output))
     assert first.exit_code == 0, first.output
     whole = read(output, SWEEP)
     told = json.loads(first.stdout.splitlines()[-1])
     assert told["num_differences"] == 0
+    assert {len(set(pids)) for pids in watched} == {5}, "orchestrator, referee, proxies and two workers"
     assert [point["num_rounds"] for point in told["points"]] == [1] * 4
     alone = {point["rtt_ms"]: point for point in told["points"] if point["concurrency"] == 1}
     trips = {rtt: alone[rtt]["systems"]["plain"]["limits"]["inputs"]["r"] for rtt in alone}

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from benchmarks import metrics
+from benchmarks.environment import is_clean
 from benchmarks.metrics import decode_s_per_token, wall_s_per_token
 from benchmarks.registry import BARE, PLAIN
 from benchmarks.research.resampling import BOOTSTRAP_SEED
@@ -210,10 +211,15 @@ def _reference(before: Run, after: Run) -> str:
 
 def _notes(before: ResultsFile, after: ResultsFile, reference: str) -> list[str]:
     notes = [run.status for run in (before, after) if not run.is_whole]
+    origins = [run.header["provenance"] for run in (before, after)]
+    notes.append(f"Commits: {origins[0]['commit']}, then {origins[1]['commit']}.")
+    for run, origin in zip((before, after), origins, strict=True):
+        if not is_clean(origin):
+            notes.append(f"{run.path} was measured with changes that are in no commit.")
     if reference == PLAIN:
         notes.append(f"{PLAIN} itself is the reference, so a change of its own speed shows as one of all others.")
     for name in ("cpu", "cores", "system"):
-        old, new = (run.header["provenance"]["machine"][name] for run in (before, after))
+        old, new = (origin["machine"][name] for origin in origins)
         if old != new:
             notes.append(
                 f"Another machine: {name} was {old}, then {new}; ratios travel better than they should be trusted."
