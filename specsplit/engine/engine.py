@@ -75,7 +75,7 @@ class Engine:
         self._background = BackgroundWork(self._admission, self._sessions.slots, leaves_one=leaves_one)
         self._now = clock.now if clock is not None else time.monotonic
         scheduler, params_of = self._work.scheduler, partial(session_params, self._sessions)
-        self.quotas = CallerQuotas(partial(kept_sessions, self._sessions), params_of, self._now)
+        self.quotas = CallerQuotas(partial(kept_sessions, self._sessions), params_of, self._sessions.replays, self._now)
         scheduler.memory = Preemption(self._sessions, scheduler.running, scheduler.finish)
         scheduler.now, scheduler.budget.prompts.params_of = self._now, params_of
         self._chunk_tokens = scheduler.budget.prompts.chunk_tokens

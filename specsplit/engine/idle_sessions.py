@@ -42,6 +42,11 @@ class IdleSessions(dict[str, S]):
         oldest = next(iter(self.values()), None)
         return oldest if oldest is not None and oldest.last_used_s <= now_s - self._grace_s else None
 
+    def forget(self, key: str) -> None:
+        """Let a session go, idle or not."""
+        self.pop(key, None)
+        self.abandoned_s.pop(key, None)
+
     def is_evictable(self, key: str) -> bool:
         """Whether a session may give its slot to a new one, were it the next to do so; any thread may ask."""
         session, now_s = self.get(key), self._now()

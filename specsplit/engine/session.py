@@ -19,6 +19,7 @@ from specsplit.core.types import SessionParams, Turn, prefix_hashes
 from specsplit.engine.callers import caller_of, salt
 from specsplit.engine.idle_sessions import IdleSessions, Pins
 from specsplit.engine.prefix_match import LEAST_REUSED, Match
+from specsplit.engine.replays import Replays
 from specsplit.engine.seniority import Seniority
 from specsplit.engine.slots import HEADROOM_ROWS, Slots
 from specsplit.model.kv_cache import Slot
@@ -59,7 +60,7 @@ class WorkerSession:
         self.num_reused = 0
         """The first ids, whose rows were there before the session began."""
         self.sampler: Sampler | None = None
-        self._body: object = None
+        self._body: tuple[Turn, object] | None = None
         self.answer: object = NoAnswer.YET
         """The answer of this round: a repeat of the round gets it again."""
         self.kept: object = None
@@ -86,6 +87,13 @@ class WorkerSession:
         log_session(event, self.key, self.sampler.params.request_id if self.sampler is not None else "", reason)
 
     @property
+    def num_answered(self) -> int:
+        """How many of the ids had an answer; a round that was refused, or never answered, adds none."""
+        if not isinstance(self.answer, NoAnswer):
+            return len(self.ids)
+        return min(len(self.ids), self._body[0].base_length) if self._body is not None else 0
+
+    @property
     def is_in_doubt(self) -> bool:
         """Whether its rows may be what a failure left: a round has failed, and none was answered since."""
         return self.answer is NoAnswer.AGAIN or (self.answer is NoAnswer.YET and not self.is_in_use)
@@ -95,10 +103,8 @@ class WorkerSession:
         if match is None:
             return
         self.num_reused = self.slot.length = match.length
-        self.ids, self.hashes = (
-            CommittedIds(match.holder.ids[: match.length]),
-            list(match.holder.hashes[: match.length]),
-        )
+        self.ids = CommittedIds(match.holder.ids[: match.length])
+        self.hashes = list(match.holder.hashes[: match.length])
 
     def admit(self, turn: Turn, body: object) -> bool:
         """Check epoch, round and length rule before anything changes; return whether this repeats the last round.
@@ -211,14 +217,15 @@ class SessionTable:
     ) -> None:
         self.slots = Slots(model, self._evict, on_release, on_free)
         self._model = model
-        self._ttl_s, self._grace_s = ttl_s, min(grace_s, ttl_s)
+        self.ttl_s = ttl_s
+        """How long a client may be silent."""
         self._now = clock.now if clock is not None else time.monotonic
         self.seniority = Seniority(self._now)
         self._sessions: dict[str, WorkerSession] = {}
         self.open_sessions = self._sessions.values()
-        self.idle: IdleSessions[WorkerSession] = IdleSessions(self._grace_s, self._now)
+        self.idle: IdleSessions[WorkerSession] = IdleSessions(min(grace_s, ttl_s), self._now)
         """Sessions that are neither in use nor pinned."""
-        self.pins = Pins()
+        self.pins, self.replays = Pins(), Replays()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -230,14 +237,9 @@ class SessionTable:
     def num_slots(self) -> int:
         return self._model.max_sessions
 
-    @property
-    def ttl_s(self) -> float:
-        """How long a client may be silent."""
-        return self._ttl_s
-
     def statistics(self) -> SessionStatistics:
         slots = self.slots
-        return SessionStatistics(len(self._sessions), len(self.idle), slots.num_used, slots.num_warm, slots.num_reused)
+        return SessionStatistics(len(self), len(self.idle), slots.num_used, slots.num_warm, slots.num_reused)
 
     def idle_session(self, key: str) -> WorkerSession | None:
         """Return a session that could expire or be evicted; the fault tests damage what its slot holds."""
@@ -257,9 +259,9 @@ class SessionTable:
             if turn.base_length or turn.opening is None:
                 raise SlotBehind(0, is_preempted=self.seniority.preempted_since(turn.session) is not None)
             self._check_may_return(turn.session)
-            num_rows, params = first_rows(self._model, turn), turn.opening
-            slot, match = self.slots.begin(turn.tail, salt(params), self._sessions.values(), num_rows)
-            session = self._add(turn.session, slot, params.priority)
+            num_rows = first_rows(self._model, turn)
+            slot, match = self.slots.begin(turn.tail, salt(turn.opening), self.open_sessions, num_rows)
+            session = self._add(turn.session, slot, turn.opening.priority)
             session.reuse(match)
         elif session.epoch < 0 and turn.opening is not None and not turn.base_length:
             session.reuse(self.slots.fill(session.slot, turn.tail, salt(turn.opening), self._sessions.values()))
@@ -292,8 +294,7 @@ class SessionTable:
     def preempt(self, session: WorkerSession) -> None:
         """Give a session's rows to others; its next turn hears SlotBehind."""
         self.seniority.preempt(session.key, session.caller)  # first, so that its end is none that others wait for
-        self._forget(session)
-        self.slots.release(session.slot)
+        self._free(session)
 
     def _add(self, key: str, slot: Slot, priority: int) -> WorkerSession:
         self.seniority.open(key, priority)
@@ -343,7 +344,8 @@ class SessionTable:
         if session is not None:
             assert not session.is_in_use, "a session was closed while its work ran"
             self._end(session)
-        self.seniority.forget(key)  # one that was preempted does not come back
+        self.seniority.forget(key)  # one that lost its slot does not come back
+        self.replays.take(key)
         if not self._sessions:
             self.check_integrity()
 
@@ -355,10 +357,10 @@ class SessionTable:
 
     def sweep(self, waiting: Collection[str] = ()) -> int:
         """Free the sessions not used for the time to live, and return how many; `waiting` ones keep their places."""
-        expired_s, count = self._now() - self._ttl_s, 0
+        expired_s, count = self._now() - self.ttl_s, 0
         # `_idle` is ordered by last use, so the first one that has not expired ends the search.
         while (expired := next(iter(self.idle.values()), None)) is not None and expired.last_used_s <= expired_s:
-            expired.log("lost", f"its client was silent for {self._ttl_s:g} s")
+            expired.log("lost", f"its client was silent for {self.ttl_s:g} s")
             self._end(expired)
             count += 1
         self.seniority.sweep(expired_s, waiting)
@@ -386,9 +388,9 @@ class SessionTable:
 
     def _forget(self, session: WorkerSession) -> None:
         del self._sessions[session.key]
-        self.idle.pop(session.key, None)
+        self.replays.grant(session.key, session.num_answered)
+        self.idle.forget(session.key)
         self.seniority.end(session.key)
-        self.idle.abandoned_s.pop(session.key, None)
         session.kept = None
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from specsplit.core.errors import DeadlineExceeded, InvalidRequest, SlotBehind, StaleEpoch, StaleRound
+from specsplit.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.engine.cancellation import to_its_end
 from specsplit.limits import FIRST_FOUND, MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
@@ -187,7 +187,12 @@ class TargetStream:
             proposal, numbers = self._next_tree()
             self._outbox.send_beside(self._loop)
             # Messages that arrive meanwhile go into the tree, and are walked along the commit where they are late.
-            verdict = await self._verify(turn, proposal)
+            try:
+                verdict = await self._verify(turn, proposal)
+            except Overloaded:
+                # Others may have its slot until it comes again, even while the client reads nothing of this.
+                await to_its_end(self._leave(True))
+                raise
             now_s = self._loop.time()
             if not is_first:  # the first one may be a whole prompt
                 self._scheduler.observe(verdict.timings, len(verdict.token_ids), now_s - committed_s)
