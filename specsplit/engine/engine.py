@@ -27,6 +27,7 @@ from specsplit.engine.quotas import CallerQuotas
 from specsplit.engine.row_budget import KVStatistics
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable, session_params
+from specsplit.engine.slots import all_in_use
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.step_times import StepTimes
 from specsplit.telemetry.statistics import TreeCounts, WorkerLoad, WorkerStatistics
@@ -185,7 +186,7 @@ class Engine:
         arrived_s, waited_s = asyncio.get_running_loop().time(), 0.0
         # A refusal waits for no forward: the executor need not be asked what is known here.
         if self._sessions.is_full and turn.session not in self._sessions and not self._may_wait(turn):
-            raise self._admission.overloaded(self._sessions.slots.all_in_use)
+            raise self._admission.overloaded(all_in_use(self._sessions.num_slots))
         # Nobody overtakes those who wait already; a session that has its slot has no need to wait.
         sentence = "Others wait for a slot of this worker already; try again"
         has_turn = not len(self._admission) or turn.session in self._sessions
