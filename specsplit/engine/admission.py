@@ -29,6 +29,8 @@ _REPORT_S = 5.0
 _RATE_S, _RATE_SLOTS = 60.0, 32
 """How far back, in seconds and in slots, the rate is measured at which slots become free."""
 _DEFAULT_RETRY_S, _MOST_RETRY_S = 0.5, 30.0
+_KEPT_S = 10.0
+"""Seconds for which whoever has waited for as long as one call may can come again to its place in the queue."""
 
 
 def aged(since_s: float, priority: int) -> float:
@@ -54,6 +56,16 @@ class Opening:
     request_id: str = ""
     overtakes: Callable[[], bool] = lambda: False
 
+    def rank(self, arrived_s: float) -> tuple[bool, float]:
+        """Return the sort key of an opening that came then: background work comes last, others by age."""
+        since_s = arrived_s if self.since_s is None else self.since_s
+        return self.priority is None, aged(since_s, self.priority or 0)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that one call may wait."""
+        return MAX_WAIT_S if self.max_wait_s is None else min(self.max_wait_s, MAX_WAIT_S)
+
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
@@ -72,10 +84,8 @@ class _Waiter:
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """Sort key, which never changes: background work comes last, others by age."""
-        priority, since_s = self.opening.priority, self.opening.since_s
-        began_s = self.arrived_s if since_s is None else since_s
-        return priority is None, aged(began_s, priority or 0), self.number
+        """Sort key, which never changes."""
+        return *self.opening.rank(self.arrived_s), self.number
 
 
 class FreedRate:
@@ -122,12 +132,19 @@ class AdmissionQueue:
         self.num_refused = 0
         """Callers that were sent away with a time."""
         self._waiters: list[_Waiter] = []
+        self._kept: dict[str, tuple[_Waiter, float]] = {}
+        """Sessions that have waited for as long as one call may, by key, and until when their places are theirs."""
         self._rate = FreedRate()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_arrived = 0
 
     def __len__(self) -> int:
         return len(self._waiters)
+
+    def is_next(self, opening: Opening) -> bool:
+        """Whether an opening that comes now goes before all who wait."""
+        rank = opening.rank(asyncio.get_running_loop().time())
+        return not self._waiters or rank < self._waiters[0].rank[:2]
 
     @property
     def sessions(self) -> set[str]:
@@ -157,17 +174,21 @@ class AdmissionQueue:
         """Wait until the opening is the first and `try_take` has got it a slot; return the seconds waited.
 
         Progress is reported to the caller's listener. A later call for the same session takes this one's place. If the
-        caller is cancelled it leaves at once.
+        caller is cancelled it leaves at once. `arrived_s` is when the opening came, if it did not wait from then on.
 
         Raises:
             Overloaded: no place is left.
-            DeadlineExceeded: `max_wait_s` has passed.
+            DeadlineExceeded: `max_wait_s` has passed since it came, or MAX_WAIT_S since this call; its place is kept
+                for a call that follows soon.
             StaleRound: a later call has taken the place, or the session has been closed.
         """
         self._loop = loop = asyncio.get_running_loop()
-        began_s = arrived_s if arrived_s is not None else loop.time()
-        end_s = began_s + min(opening.max_wait_s if opening.max_wait_s is not None else MAX_WAIT_S, MAX_WAIT_S)
-        waiter = self._join(opening, began_s)
+        began_s = loop.time()
+        arrived_s = began_s if arrived_s is None else arrived_s
+        end_s = began_s + MAX_WAIT_S
+        if opening.max_wait_s is not None:
+            end_s = min(end_s, arrived_s + opening.max_wait_s)
+        waiter = self._join(opening, arrived_s)
         try:
             while True:
                 self._report(waiter)
@@ -183,7 +204,8 @@ class AdmissionQueue:
     async def _wait_for_news(self, waiter: _Waiter, end_s: float) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() >= end_s and waiter.error is None:
-            raise DeadlineExceeded(f"No slot became free within the {end_s - waiter.arrived_s:.3g} s allowed.")
+            self._keep_place(waiter, loop.time())
+            raise DeadlineExceeded(f"No slot became free within the {waiter.opening.limit_s:.3g} s allowed.")
         # Whoever left or was sent away during the attempt is no longer in the queue.
         pause_s = _TRY_S if self._may_try(waiter) else _REPORT_S
         with contextlib.suppress(TimeoutError):
@@ -191,6 +213,17 @@ class AdmissionQueue:
                 await waiter.has_news.wait()
         if waiter.error is not None:
             raise waiter.error
+
+    def _keep_place(self, waiter: _Waiter, now_s: float) -> None:
+        """Let a session come again to its place: behind all who came since, it might never be the first."""
+        self._kept = {key: kept for key, kept in self._kept.items() if kept[1] > now_s}
+        self._kept[waiter.opening.session] = waiter, now_s + _KEPT_S
+
+    def _earlier(self, opening: Opening, now_s: float) -> _Waiter | None:
+        """Take away the earlier call of the session, if it waits, or if its place is kept; return it."""
+        waiter = self._dismiss(opening.session, StaleRound("a later call of the session waits in this one's place"))
+        kept, until_s = self._kept.pop(opening.session, (None, 0.0))
+        return kept if waiter is None and now_s < until_s else waiter
 
     def _may_try(self, waiter: _Waiter) -> bool:
         return self._waiters[:1] == [waiter] or waiter.opening.overtakes()
@@ -209,7 +242,7 @@ class AdmissionQueue:
         self.refuse_all(lambda: WorkerClosed(f"The {name} worker has been closed; start a new one."))
 
     def _join(self, opening: Opening, arrived_s: float) -> _Waiter:
-        earlier = self._dismiss(opening.session, StaleRound("a later call of the session waits in this one's place"))
+        earlier = self._earlier(opening, asyncio.get_running_loop().time())
         if earlier is None:
             self._check_room(opening)
             if len(self._waiters) <= self.max_waiting // 2:

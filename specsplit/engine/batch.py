@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,6 +262,15 @@ class WorkStatistics:
 def num_attended(rows: int, context: int) -> float:
     """Return the pairs of one of `rows` rows and a token that it attends to, behind `context` tokens."""
     return rows * (context + rows / 2)
+
+
+def end_work(work: Work, error: Exception) -> None:
+    """Tell work of the error that ends it; one that is closed instead was not wanted any more."""
+    raised_at = error.__traceback__
+    with suppress(Exception):  # whatever it makes of that, its caller hears of what failed
+        work.throw(error)
+    error.__traceback__ = raised_at  # the frames of the work would keep what a failed forward had computed
+    work.close()
 
 
 _ALL: Mapping[Task, int] = {}

@@ -27,6 +27,7 @@ from specsplit.engine.quotas import CallerQuotas
 from specsplit.engine.row_budget import KVStatistics
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable, session_params
+from specsplit.engine.slots import all_in_use
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.step_times import StepTimes
 from specsplit.telemetry.statistics import TreeCounts, WorkerLoad, WorkerStatistics
@@ -184,11 +185,12 @@ class Engine:
         """
         arrived_s, waited_s = asyncio.get_running_loop().time(), 0.0
         # A refusal waits for no forward: the executor need not be asked what is known here.
-        if self._sessions.is_full and turn.session not in self._sessions and not self._may_wait(turn):
-            raise self._admission.overloaded(self._sessions.slots.all_in_use)
+        may_wait = self._admission.has_place_for(_opening_of(turn, self._sessions))
+        if self._sessions.is_full and turn.session not in self._sessions and not may_wait:
+            raise self._admission.overloaded(all_in_use(self._sessions.num_slots))
         # Nobody overtakes those who wait already; a session that has its slot has no need to wait.
         sentence = "Others wait for a slot of this worker already; try again"
-        has_turn = not len(self._admission) or turn.session in self._sessions
+        has_turn = turn.session in self._sessions or self._admission.is_next(_opening_of(turn, self._sessions))
         try:
             while True:
                 if has_turn:
@@ -199,10 +201,10 @@ class Engine:
                         if not _frees_place(error):
                             raise
                         sentence = str(error)
-                opening = _opening_of(turn, self._sessions.seniority.preempted_since(turn.session))
+                opening = _opening_of(turn, self._sessions)
                 if not self._admission.has_place_for(opening):
                     raise self._admission.overloaded(sentence)
-                waited_s = await self._admission.wait(opening, partial(self._take_slot, turn), arrived_s=arrived_s)
+                waited_s += await self._admission.wait(opening, partial(self._take_slot, turn), arrived_s=arrived_s)
                 has_turn = True
         except BaseException:
             # Whoever leaves or is sent away while it gets a slot, or before its first turn, leaves none behind.
@@ -210,9 +212,6 @@ class Engine:
                 await to_its_end(self._do(partial(self._sessions.close_unused, turn.session)))
             raise
         return result, _waited(timings, waited_s * 1e3)
-
-    def _may_wait(self, turn: Turn) -> bool:
-        return self._admission.has_place_for(_opening_of(turn, self._sessions.seniority.preempted_since(turn.session)))
 
     async def _take_slot(self, turn: Turn) -> bool:
         """Try to give the session a slot before its first turn."""
@@ -245,9 +244,9 @@ class Engine:
         await self._work.close()
 
 
-def _opening_of(turn: Turn, since_s: float | None) -> Opening:
+def _opening_of(turn: Turn, sessions: SessionTable) -> Opening:
     assert turn.opening is not None, "a turn that opens its session has its parameters"
-    who, opening = caller_of(turn.opening), turn.opening
+    who, opening, since_s = caller_of(turn.opening), turn.opening, sessions.seniority.preempted_since(turn.session)
     return Opening(turn.session, who, opening.priority, turn.max_wait_s, since_s, opening.request_id)
 
 

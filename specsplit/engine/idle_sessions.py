@@ -5,6 +5,7 @@ Knows of a session only when it was used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -30,17 +31,10 @@ class IdleSessions(dict[str, S]):
         """When each session lost its client, the longest ago first; one that is used again leaves."""
         self._grace_s, self._now = grace_s, now
 
-    def first_evictable(self) -> S | None:
-        """Return the session that may give its slot to a new one, None if each may still be needed."""
-        now_s = self._now()
-        for key, since_s in self.abandoned_s.items():
-            if since_s > now_s - min(ABANDONED_S, self._grace_s):
-                break
-            if key in self:
-                return self[key]
-        # A client that paused within the grace time comes back to its session.
-        oldest = next(iter(self.values()), None)
-        return oldest if oldest is not None and oldest.last_used_s <= now_s - self._grace_s else None
+    def evictable(self) -> list[S]:
+        """Return the sessions that may give their slots to others: first those that lost their clients, then others."""
+        found = filter(self.is_evictable, self)
+        return [self[key] for key in sorted(found, key=lambda key: self.abandoned_s.get(key, math.inf))]
 
     def forget(self, key: str) -> None:
         """Let a session go, idle or not."""
@@ -48,7 +42,8 @@ class IdleSessions(dict[str, S]):
         self.abandoned_s.pop(key, None)
 
     def is_evictable(self, key: str) -> bool:
-        """Whether a session may give its slot to a new one, were it the next to do so; any thread may ask."""
+        """Whether a session may give its slot to another one; any thread may ask."""
+        # A client that paused within the grace time comes back to its session.
         session, now_s = self.get(key), self._now()
         abandoned_s = self.abandoned_s.get(key, now_s)
         is_abandoned = abandoned_s <= now_s - min(ABANDONED_S, self._grace_s)
@@ -58,8 +53,8 @@ class IdleSessions(dict[str, S]):
     def may_have_evictable(self) -> bool:
         """Whether there is such a session, for a thread that is not the executor: in doubt there is."""
         try:
-            return self.first_evictable() is not None
-        except (RuntimeError, KeyError):  # the executor changed what was being looked through
+            return any(map(self.is_evictable, self))
+        except RuntimeError:  # the executor changed what was being looked through
             return True
 
 

@@ -1,6 +1,6 @@
 """Memory for the rows of a step: slots grow by blocks, and when the budget is spent the youngest session makes room.
 
-    sessions   [ oldest | ... | one whose next rows do not fit | ... | youngest ] scores: their slots are dropped first
+    sessions   [ oldest | ... | one whose next rows do not fit | ... | youngest ] those idle for long, scores: go first
 
 A preempted session hears SlotBehind and is sent again what it had, so that its text is the same. The oldest one with
 work always goes on. Knows tasks and the session table; the scheduler asks before each step.
@@ -15,6 +15,7 @@ from specsplit.engine.background import GaveWay
 from specsplit.engine.batch import Task
 from specsplit.engine.seniority import Rank
 from specsplit.engine.session import SessionTable, WorkerSession
+from specsplit.engine.slots import Reclaim
 
 
 class Preemption:
@@ -30,7 +31,7 @@ class Preemption:
         self.reserved: Sequence[int] = sessions.slots.rows.reserved
         """The rows that each slot may write to."""
         self._sessions, self._slots, self._running, self._finish = sessions, sessions.slots, running, finish
-        sessions.slots.give_way = self.give_way
+        sessions.slots.borrowed_slots = Reclaim(lambda: [task.slot for task in self._yielding()], self.give_way)
 
     def make_room(self, ready: list[Task]) -> list[Task]:
         """Return the tasks whose rows fit; the others have ended, or wait for rows that somebody is about to free."""
@@ -44,15 +45,19 @@ class Preemption:
 
     def give_way(self) -> bool:
         """End the work of no session that began last, for a session that needs its slot; return False for none."""
+        for task in self._yielding()[-1:]:
+            task.work.close()
+            self._finish(task, None, GaveWay("Sessions need the slot of this work; try again in a moment."))
+            return True
+        return False
+
+    def _yielding(self) -> list[Task]:
+        """Return the work of no session whose slots sessions may take, in the order in which it began."""
         # What is pending elsewhere writes to its slot still, so it keeps it, and so does the loan that is due.
         due = self._slots.due
         kept = due.slot if due is not None else None
-        for task in reversed(list(self._running)):
-            if task.session is None and task.sequence is not None and not task.is_pending and task.slot != kept:
-                task.work.close()
-                self._finish(task, None, GaveWay("Sessions need the slot of this work; try again in a moment."))
-                return True
-        return False
+        outside = [task for task in self._running if task.session is None and task.sequence is not None]
+        return [task for task in outside if not task.is_pending and task.slot != kept]
 
     def _rank(self, task: Task) -> Rank:
         assert task.session is not None, "work of no session reserves all its rows when it begins"
@@ -65,7 +70,7 @@ class Preemption:
         """
         # Each turn frees a session's rows or ends the loop; the oldest session alone always fits the memory.
         while not self._slots.grow(task.slot, task.end_row):
-            if self.give_way():
+            if self.give_way() or self._sessions.evict_idle("one at work"):
                 continue
             victim = self._youngest(tasks)
             if victim.key == task.session and self._is_room_coming(victim, tasks):

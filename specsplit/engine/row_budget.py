@@ -7,6 +7,7 @@ A slot is address space, so its rows are counted here, not its length. Plain ari
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from specsplit.core.record import record
@@ -104,6 +105,10 @@ class RowBudget:
     def lacking(self, slot: int, num_rows: int) -> int:
         """Return how many rows a slot has yet to reserve for its first `num_rows`."""
         return max(0, self._memory.rows_for(num_rows) - self.reserved[slot])
+
+    def reserved_by(self, slots: Iterable[int]) -> int:
+        """Return the rows of these slots together."""
+        return sum(self.reserved[slot] for slot in slots)
 
     def rows_for(self, num_rows: int) -> int:
         """Return what an empty slot reserves for its first `num_rows`."""

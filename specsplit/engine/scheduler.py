@@ -11,14 +11,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from specsplit.core.errors import WorkerClosed
 from specsplit.core.types import Timings
-from specsplit.engine.batch import Batch, Round, Task, TaskOutcome, Work, WorkStatistics
+from specsplit.engine.batch import Batch, Round, Task, TaskOutcome, Work, WorkStatistics, end_work
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import DeviceHealth, Executor, LoopTurn, ThreadExecutor, ended, nothing, translated
 from specsplit.engine.offered_tree import OfferedTree
@@ -49,9 +48,8 @@ class Scheduler:
         self.memory: Preemption | None = None
         self.now: Callable[[], float] = time.monotonic  # the clock of the tasks' deadlines
         self._runner, self._executor, self._name, self._on_end = runner, executor, name, on_end
-        self._arrived: list[Task] = []
+        self._arrived, self._pending = list[Task](), dict[Batch, PendingForward]()
         self.running: dict[Task, None] = {}  # tasks that have begun and not ended
-        self._pending: dict[Batch, PendingForward] = {}
 
     @property
     def has_work(self) -> bool:
@@ -63,8 +61,7 @@ class Scheduler:
         if not self._pending or self._arrived or any(forward.is_done for forward in self._pending.values()):
             return self.has_work
         idle = [task for task in self.running if not (task.is_pending or task.lacks_rows)]
-        has_room = len(self._pending) < self._runner.max_pending
-        return bool(idle) and (has_room or any(task.is_cancelled for task in idle))
+        return bool(idle) and (len(self._pending) < self._runner.max_pending or any(task.is_cancelled for task in idle))
 
     @property
     def wait_s(self) -> float:
@@ -82,8 +79,7 @@ class Scheduler:
         self.health.step_began_s = time.monotonic()
         try:
             self._poll()
-            batch = self._schedule()
-            if batch is not None:
+            if (batch := self._schedule()) is not None:
                 self._postprocess(batch, self._run(batch))
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self._fail_all(error)
@@ -146,16 +142,19 @@ class Scheduler:
         return Batch(ready, parts, self._pending)
 
     def _run(self, batch: Batch) -> list[Tensor] | None:
-        """Return the batch's logits; None if it is pending elsewhere, or failed, which ends its tasks."""
-        try:
-            if self._runner.max_pending == 1:
-                return self._runner.forward(batch.sequences)
-            forward = self._runner.begin(batch.sequences)
-        except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
-            self._fail(batch.tasks, error)
-        else:
-            self._await(batch, forward)
-        return None
+        """Return the batch's logits; None if it is pending elsewhere, ran in parts, or failed, which ends its tasks."""
+        if (width := self.budget.width).max_rows == math.inf or not width.is_exceeded(batch):
+            try:
+                if self._runner.max_pending == 1:
+                    return self._runner.forward(batch.sequences)
+                forward = self._runner.begin(batch.sequences)
+            except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
+                if not width.narrow(batch, error):
+                    return self._fail(batch.tasks, error)
+            else:
+                return self._await(batch, forward)
+        # Here the error is gone, and with it what the failed forward had computed.
+        return width.run_parts(batch, lambda part: self._postprocess(part, self._run(part)))
 
     def _postprocess(self, batch: Batch, logits: list[Tensor] | None) -> None:
         """Give each task its logits, if there are any: it asks for its next forward, or ends; cut ones stay ready."""
@@ -218,7 +217,7 @@ class Scheduler:
 
     def _fail(self, tasks: Sequence[Task], error: Exception) -> None:
         for task in tasks:
-            _end(task.work, error)
+            end_work(task.work, error)
             self.finish(task, None, translated(error))
 
     def _fail_all(self, error: Exception) -> None:
@@ -233,15 +232,6 @@ class Scheduler:
         self._arrived.clear()
         self._pending.clear()
         self._fail(tasks, error)
-
-
-def _end(work: Work, error: Exception) -> None:
-    """Tell work of the error that ends it; one that is closed instead was not wanted any more."""
-    raised_at = error.__traceback__
-    with suppress(Exception):  # whatever it makes of that, its caller hears of what failed
-        work.throw(error)
-    error.__traceback__ = raised_at  # the frames of the work would keep what a failed forward had computed
-    work.close()
 
 
 class WorkQueue:

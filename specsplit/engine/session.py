@@ -21,7 +21,7 @@ from specsplit.engine.idle_sessions import IdleSessions, Pins
 from specsplit.engine.prefix_match import LEAST_REUSED, Match
 from specsplit.engine.replays import Replays
 from specsplit.engine.seniority import Seniority
-from specsplit.engine.slots import HEADROOM_ROWS, Slots
+from specsplit.engine.slots import HEADROOM_ROWS, Reclaim, Slots
 from specsplit.model.kv_cache import Slot
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.processors import CommittedIds
@@ -215,7 +215,8 @@ class SessionTable:
         on_release: Callable[[int], None] | None = None,
         on_free: Callable[[], None] | None = None,
     ) -> None:
-        self.slots = Slots(model, self._evict, on_release, on_free)
+        idle = Reclaim(lambda: [each.slot.index for each in self.idle.evictable()], self.evict_idle)
+        self.slots = Slots(model, idle, on_release, on_free)
         self._model = model
         self.ttl_s = ttl_s
         """How long a client may be silent."""
@@ -302,7 +303,7 @@ class SessionTable:
 
     def _check_may_return(self, key: str) -> None:
         while not self.seniority.may_return(key):
-            if not self._evict():
+            if not self.evict_idle():
                 raise NoFreeSlot("The memory of this session went to older ones; try again when one has ended.")
 
     def close_unused(self, key: str) -> None:
@@ -366,13 +367,13 @@ class SessionTable:
         self.seniority.sweep(expired_s, waiting)
         return count
 
-    def _evict(self) -> bool:
-        """Free the slot of the session that has been idle, or without its client, for the longest; False for none."""
-        if (oldest := self.idle.first_evictable()) is None:
-            return False
-        oldest.log("evicted", "it was idle, and its slot goes to a new one")
-        self._free(oldest)
-        return True
+    def evict_idle(self, heir: str = "a new one") -> bool:
+        """Free the slot of the session that has been without its client, or idle, for the longest; False for none."""
+        for oldest in self.idle.evictable()[:1]:
+            oldest.log("evicted", f"it was idle, and its slot goes to {heir}")
+            self._free(oldest)
+            return True
+        return False
 
     def _end(self, session: WorkerSession) -> None:
         """Let a session go; its rows may serve another one."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from specsplit.core import defaults
 from specsplit.core.defaults import PrefixReuse
 from specsplit.core.errors import NoFreeSlot
+from specsplit.core.record import record
 from specsplit.engine.prefix_match import Holder, Match, longest_match
 from specsplit.engine.row_budget import RowBudget
 from specsplit.model.kv_cache import Slot, SlotPool
@@ -43,6 +44,16 @@ class WarmSlot:
         return False
 
 
+@record
+class Reclaim:
+    """Slots that their users can be made to give up."""
+
+    slots: Callable[[], Collection[int]]
+    """Returns the slots that could be had now."""
+    take_one: Callable[[], object]
+    """Frees one of these, if there are any."""
+
+
 @dataclass(slots=True, eq=False)
 class Loan:
     """A slot and its rows for work of no session, from before it has them."""
@@ -56,14 +67,14 @@ class Loan:
 class Slots:
     """Hands out slots with the rows that a session begins with, those first that spare it the most forwards.
 
-    `evict` gives up the slot of some session, or returns False; it is called where no slot or row is free or warm.
-    `on_release` is called with each slot whose rows are forgotten, `on_free` whenever there is one more to be had.
+    The slots of `idle` sessions go to others where no slot or row is free or warm. `on_release` is called with each
+    slot whose rows are forgotten, `on_free` whenever there is one more to be had.
     """
 
     def __init__(
         self,
         model: LoadedModel,
-        evict: Callable[[], bool],
+        idle: Reclaim,
         on_release: Callable[[int], None] | None,
         on_free: Callable[[], None] | None,
     ) -> None:
@@ -71,9 +82,9 @@ class Slots:
         self.num_reused = 0
         """Tokens so far whose rows a session found when it began."""
         self._cache, self.num_slots = model.runner.cache, model.max_sessions
-        self._evict, self._on_release, self._on_free = evict, on_release, on_free
-        self.give_way: Callable[[], bool] = lambda: False
-        """Takes back a borrowed slot, or returns False."""
+        self._idle, self._on_release, self._on_free = idle, on_release, on_free
+        self.borrowed_slots = Reclaim(tuple, lambda: None)
+        """Slots of work of no session that can be taken back, before those of idle sessions."""
         self.due: Loan | None = None
         """The loan that others leave a slot and rows, and that is not taken back."""
         self._pool, self.rows = SlotPool(model.max_sessions), RowBudget(model.runner.cache)
@@ -91,7 +102,7 @@ class Slots:
     @property
     def num_warm_rows(self) -> int:
         """Rows of warm slots; any thread may ask, of a moment ago."""
-        return sum(self.rows.reserved[index] for index in list(self._warm))
+        return self.rows.reserved_by(list(self._warm))
 
     def begin(
         self, tail: Sequence[int], salt: str, sessions: Collection[Holder], num_rows: int
@@ -200,8 +211,7 @@ class Slots:
 
     def _take_over(self, warm: WarmSlot, num_rows: int) -> None:
         """Make a warm slot that of a session which needs `num_rows`."""
-        index = warm.slot.index
-        del self._warm[index]
+        del self._warm[index := warm.slot.index]
         try:
             self._make_room(self.rows.lacking(index, num_rows), own=index)
         except NoFreeSlot:
@@ -209,11 +219,11 @@ class Slots:
             raise
         self.rows.try_reserve(index, num_rows)
 
-    def _headroom(self, own: int | None = None) -> int:
-        """Return the rows that stay free for the sessions that are there, but for the one in the slot `own`."""
-        reserved, capacity = self.rows.reserved, self._cache.capacity
-        others = [index for index in self._pool.used_indices if index not in self._warm and index != own]
-        return sum(min(HEADROOM_ROWS, capacity - reserved[index]) for index in others)
+    def _headroom(self, own: int | None = None, without: Collection[int] = ()) -> int:
+        """Return the rows that stay free for the sessions that are there, but for those in `own` and `without`."""
+        reserved, capacity, apart = self.rows.reserved, self._cache.capacity, {own, *self._warm, *without}
+        used = self._pool.used_indices
+        return sum(min(HEADROOM_ROWS, capacity - reserved[index]) for index in used if index not in apart)
 
     def _make_room(
         self, num_rows: int, *, own: int | None = None, but: WarmSlot | None = None, loan: Loan | None = None
@@ -221,30 +231,31 @@ class Slots:
         """Give up warm slots, `but` last, borrowed ones and sessions, until rows are free, and a slot if none is `own`.
 
         Raises:
-            NoFreeSlot: nothing is left to give up.
+            NoFreeSlot: all of them together would not be enough; none was given up.
         """
-        due, is_kept = self.due, False
+        due, num_slots = self.due, int(own is None)
         if due is not None and due is not loan and due.slot is None:
-            is_kept, num_rows = True, num_rows + self.rows.rows_for(due.num_rows)
-        while True:
-            is_full = self._pool.num_used + (own is None) + is_kept > self.num_slots
-            if not is_full and num_rows + self._headroom(own) <= self.rows.num_free:
-                return
-            if self._warm:
-                self._drop_warm(but)
-            elif (loan is not None or not self.give_way()) and not self._evict():
-                raise NoFreeSlot(self.all_in_use if is_full else _too_few(self.rows, num_rows))
+            num_slots, num_rows = num_slots + 1, num_rows + self.rows.rows_for(due.num_rows)
+        others = [self._idle] if loan is not None else [self.borrowed_slots, self._idle]
+        # Whoever is first in the queue tries again and again, and must not cost others what does not help it.
+        possible = {*self._warm}.union(*(each.slots() for each in others))
+        if not self._has_room(num_slots, num_rows, own, possible):
+            is_full = self._pool.num_used - len(possible) + num_slots > self.num_slots
+            num_kept = self.rows.num_reserved - self.rows.reserved_by(possible)
+            raise NoFreeSlot(all_in_use(self.num_slots) if is_full else _too_few(num_rows, num_kept, self.rows.limit))
+        while not self._has_room(num_slots, num_rows, own):
+            self._drop_warm(but) if self._warm else next(each for each in others if each.slots()).take_one()
+
+    def _has_room(self, num_slots: int, num_rows: int, own: int | None, without: Collection[int] = ()) -> bool:
+        """Whether so many slots and rows are free, were those of `without` given up."""
+        is_full = self._pool.num_used - len(without) + num_slots > self.num_slots
+        num_more = num_rows + self._headroom(own, without) - self.rows.reserved_by(without)
+        return not is_full and num_more <= self.rows.num_free
 
     def _drop_warm(self, but: WarmSlot | None) -> None:
         warm = next((warm for warm in self._warm.values() if warm is not but), but)
         assert warm is not None, "there is a warm slot"
         self._forget(self._warm.pop(warm.slot.index).slot)
-
-    @property
-    def all_in_use(self) -> str:
-        """Return the sentence for whoever finds every slot in use."""
-        which, are = (f"All {self.num_slots} sessions", "are") if self.num_slots > 1 else ("The one session", "is")
-        return f"{which} of this worker {are} in use; try again when one has ended."
 
     def _copied(self, match: Match | None, slot: Slot) -> Match | None:
         """Copy the rows of a match into a slot, if they can be copied."""
@@ -264,8 +275,14 @@ def _has_few_more(match: Match, first: WarmSlot) -> bool:
     return len(match.holder.ids) - match.length <= FEW_ROWS * min(match.length, others)
 
 
-def _too_few(rows: RowBudget, num_rows: int) -> str:
+def all_in_use(num_slots: int) -> str:
+    """Return the sentence for whoever finds every slot in use."""
+    which, are = (f"All {num_slots} sessions", "are") if num_slots > 1 else ("The one session", "is")
+    return f"{which} of this worker {are} in use; try again when one has ended."
+
+
+def _too_few(num_rows: int, num_kept: int, limit: int) -> str:
     return (
-        f"This session needs {num_rows} KV rows more, and {rows.num_reserved} of this worker's {rows.limit} are in "
-        "use; try again when another one has ended."
+        f"This session needs {num_rows} KV rows more, and {num_kept} of this worker's {limit} are in use; try again "
+        "when another one has ended."
     )

@@ -14,6 +14,7 @@ from specsplit.engine.batch import Batch, Task
 from specsplit.engine.company import Company
 from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.prompt_budget import MAX_STEP_ROWS, PromptBudget
+from specsplit.engine.step_width import StepWidth
 from specsplit.engine.verification_budget import VerificationBudget
 from specsplit.speculation.step_times import StepTimes
 
@@ -24,7 +25,7 @@ class StepBudget:
     def __init__(self, *, expects_company: bool = True) -> None:
         self.expects_company = expects_company
         """Whether a step may begin while sessions that were answered are about to come back."""
-        self.prompts, self.verification = PromptBudget(), VerificationBudget()
+        self.prompts, self.verification, self.width = PromptBudget(), VerificationBudget(), StepWidth()
         self._company = Company()
 
     def pace(self, times: StepTimes) -> None:

@@ -29,6 +29,8 @@ Answer = TypeVar("Answer")
 RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
 """Errors after which the same call may still succeed."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
+_HEARD_S = 10.0
+"""A target that said so lately that the request waits is not silent. Chosen: it says so every five seconds."""
 _LEAST_WAIT_S = 1e-3
 _LEAST_TRY_S = 5.0
 """Limit of an attempt that begins when `retry_s` is nearly over, unless `retry_s` itself is less."""
@@ -63,6 +65,8 @@ class Retrier:
         self.queue_s = 0.0
         """Seconds in which the request waited for a slot: in the target's queue, or sent away for a while."""
         self._timeout_s, self._events = timeout_s, events
+        self._queued_s = -math.inf
+        """When the target said last, in this attempt, that the request waits in its queue."""
 
     @property
     def remaining_s(self) -> float:
@@ -150,7 +154,8 @@ class Retrier:
         """Do the same after a first attempt that ended with `error`.
 
         The time for which a target has a caller wait for its tokens does not count as `retry_s`, up to MAX_REFUSED_S.
-        Nor does that of an attempt which lasted longer, until its target was lost, if another replica is ready.
+        Nor does that of an attempt which lasted longer, until its target was lost, if another replica is ready, or
+        until the target sent it away from its queue, in which it keeps the place.
 
         Raises:
             Overloaded: as soon as it comes, unless it `waits_when_full`, or where it does not wait for streams.
@@ -181,16 +186,31 @@ class Retrier:
                 wait_s = min(self.policy.rng.uniform(0, pause_s), left_s)
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             await asyncio.sleep(wait_s)
-            tried_s = self._loop.time()
+            tried_s, self._queued_s = self._loop.time(), -math.inf
             left_s = max(end_s - tried_s, min(_LEAST_TRY_S, self.policy.retry_s))
             try:
-                return await self._attempt(again, self._limit_s(left_s, work_s))
+                with listening(self._noting(current_listener())):
+                    return await self._attempt(again, self._limit_s(left_s, work_s))
             except _OutOfTime:
                 continue
             except RETRIED as next_error:
                 error = next_error
-            if isinstance(error, ReplicaLost) and self._loop.time() - tried_s > self.policy.retry_s:
-                end_s = max(end_s, min(self._loop.time() + self.policy.retry_s, most_s))
+            now_s = self._loop.time()
+            was_queued = isinstance(error, DeadlineExceeded) and now_s - self._queued_s < _HEARD_S
+            was_lost = isinstance(error, ReplicaLost) and now_s - tried_s > self.policy.retry_s
+            if was_lost or was_queued:
+                end_s = max(end_s, min(now_s + self.policy.retry_s, most_s))
+
+    def _noting(self, outer: Listener | None) -> Listener:
+        """Return what notes when the target says that the request waits in its queue."""
+
+        def note(progress: Progress) -> None:
+            if progress.queued:
+                self._queued_s = self._loop.time()
+            if outer is not None:
+                outer(progress)
+
+        return note
 
     def _waits_for(self, error: Overloaded) -> bool:
         return self.waits_when_full and (error.limit != "streams" or self.waits_for_streams)

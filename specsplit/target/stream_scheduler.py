@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specsplit.core.types import Timings
-from specsplit.speculation.constants import PACE_MEMORY, ROW_GRID
+from specsplit.speculation.constants import PACE_MEMORY, ROW_COST
 from specsplit.speculation.step_times import RunningMedian, StepTimes
 
 
@@ -43,10 +43,13 @@ class StreamScheduler:
     def observe(self, timings: Timings, num_tokens: int, elapsed_s: float) -> None:
         """Count a step that committed `num_tokens`: its forward and picks, and the seconds since the last commit."""
         device_s = (timings.device_ms + timings.sampling_ms) / 1e3
-        if timings.num_forwards == 1 and timings.num_tokens > 0 and device_s > 0:
+        rows = max(timings.step_rows, timings.num_tokens)  # those of all sessions in the step: the time is theirs, too
+        if timings.num_forwards == 1 and rows > 0 and device_s > 0:
             if self._verify is None:
-                self._verify = StepTimes(dict.fromkeys(ROW_GRID, device_s))
-            self._verify.observe(timings.num_tokens, device_s)
+                self._verify = StepTimes.from_one_row(device_s / (1 + ROW_COST * (rows - 1)))
+            # What a shared step takes more is for its sessions; if it takes less, so many rows alone would, too.
+            if timings.batch_size == 1 or device_s < self._verify.seconds(rows):
+                self._verify.observe(rows, device_s)
         if elapsed_s > 0:
             self._tokens_per_s = _mean(self._tokens_per_s, num_tokens / elapsed_s)
 

@@ -40,6 +40,7 @@ from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.pipelines import PATIENT, PLAIN, request, run
 from tests.support.rounds import params_of, random_prompt, script
 from tests.support.rpc_servers import wait_until
+from tests.unit.test_preempted_waits import LateClock
 
 CONTEXT, NUM_REQUESTS = 200, 5
 FULL = slot_rows(CONTEXT + 128)
@@ -155,10 +156,10 @@ async def test_a_chain_counts_the_rows_of_its_stages(ends: Any, alone: list[tupl
 
 
 @asynccontextmanager
-async def crowded(row_limit: int) -> AsyncIterator[TargetEngine]:
+async def crowded(row_limit: int, clock: LateClock | None = None) -> AsyncIterator[TargetEngine]:
     """Serve a model of hashes with few rows, by blocks of 8."""
     model, runner = hash_model("target", max_sessions=4, context=48, row_limit=row_limit)
-    target = TargetEngine(model)
+    target = TargetEngine(model, clock=clock)
     target.open_queue(8)
     try:
         yield target

@@ -180,6 +180,17 @@ def test_nodes_are_verified_while_they_are_worth_their_rows():
     assert begun.count([likely, likely, unlikely]) == 2
 
 
+def test_a_step_shared_with_others_says_nothing_of_the_own_rows_alone():
+    likely, unlikely = math.log(0.5), math.log(0.02)
+    busy, unmeasured = pace(), StreamScheduler((), max_nodes=8)
+    for rows in (1, 9) * 10:  # as slow for one row as for nine, since there are 60 rows of seven others
+        shared = Timings(num_forwards=1, num_tokens=rows, device_ms=120, batch_size=8, step_rows=60 + rows)
+        busy.observe(shared, 1, 0.02)
+        unmeasured.observe(shared, 1, 0.02)
+    assert busy.count([likely, likely, unlikely]) == 2
+    assert unmeasured.count([likely, likely, math.log(0.001)]) == 2, "a target that is always busy has times, too"
+
+
 def test_nodes_are_waited_for_where_they_promise_more_than_a_step_now():
     assert pace().wait_s([], 0.0) == 0.0  # nothing is known of a draft
     quick = answered((0.010, [0.8, 0.6]))  # 2.4 tokens in 32 ms, against 1 in 20
