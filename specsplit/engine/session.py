@@ -341,8 +341,7 @@ class SessionTable:
 
     def close(self, key: str) -> None:
         """Free a session's slot; unknown keys are ignored."""
-        session = self._sessions.get(key)
-        if session is not None:
+        if (session := self._sessions.get(key)) is not None:
             assert not session.is_in_use, "a session was closed while its work ran"
             self._end(session)
         self.seniority.forget(key)  # one that lost its slot does not come back
