@@ -95,7 +95,7 @@ class DeviceUnavailable(ResourceError):
 
 
 class OutOfMemory(ResourceError):
-    """Weights or KV slots do not fit the memory."""
+    """Weights, KV slots or the forward of one session do not fit the memory; several go in smaller steps."""
 
 
 class NoFreeSlot(ResourceError):
