@@ -40,8 +40,6 @@ class Connection:
         self.num_late = 0
         """Answers and errors that came when nobody waited any more."""
         self.sent_bytes = 0
-        self.in_doubt: set[StagePeer] = set()
-        """Stages that sent an error of their own; whoever looks at one takes it out."""
         links, room = [f"the link from stage {index} to the coordinator" for index in range(len(peers))], PieceRoom()
         self.readers = [FrameReader(link, room) for link in links]
         self._on_draining = on_draining
@@ -199,7 +197,7 @@ class Connection:
                 is_away = isinstance(error, WorkerUnreachable) and index + 1 < len(self.peers)
                 self.lose(self._next_unreachable(index) if is_away else error)
             elif frame.error.HasField("request_id"):
-                self.in_doubt.add(peer)
+                peer.is_in_doubt = True
                 self._fail(error, frame.error.request_id)
             else:
                 self._fail_after(frame.error.after, error)

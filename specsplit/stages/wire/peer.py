@@ -65,6 +65,8 @@ class StagePeer:
         self.is_draining = False
         self.is_failing = False
         """Whether its steps failed when it was last admitted."""
+        self.is_in_doubt = False
+        """Whether it has sent an error of its own since somebody looked whether its steps fail."""
         self.is_awaited = False
         """Whether its last answer is still awaited, or was when the caller gave up."""
         self.on_renamed: Callable[[], None] = lambda: None

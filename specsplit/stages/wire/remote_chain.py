@@ -165,9 +165,9 @@ class RemoteChain:
             error = await hanging(connection.peers, self.options.step_timeout_s)
             if error is not None:
                 connection.lose(error)
-        while connection.in_doubt:
-            peer = connection.in_doubt.pop()
-            if await self._members.is_failing(peer):
+        for peer in connection.peers:
+            is_in_doubt, peer.is_in_doubt = peer.is_in_doubt, False
+            if is_in_doubt and await self._members.is_failing(peer):
                 connection.lose(WorkerUnreachable(f"{peer.name} fails in every step."))
 
     def lose(self, error: SpecSplitError) -> None:
