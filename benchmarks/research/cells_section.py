@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.registry import BARE
 from benchmarks.report import plots, systems
 from benchmarks.report.plots import Plot
 from benchmarks.report.sections import warn
-from benchmarks.report.tables import Record, Section, Table, models_of, shown, spread
+from benchmarks.report.tables import NONE, Record, Section, Table, models_of, shown, spread
 from benchmarks.research.cells import bounds_of
 
 
@@ -69,10 +70,17 @@ def bar_table(bars: Sequence[Record], title: str = "Bars") -> Table:
         (
             f"{bar['id']}: {bar['measure']}",
             spread(bar["value"]) if isinstance(bar["value"], Mapping) else shown(bar["value"]),
+            _range_of_tasks(bar["value"]),
             bounds_of(bar["relation"], bar["bound"], bar.get("lowest")),
             shown(bar["is_met"]),
             bar.get("note", ""),
         )
         for bar in bars
     ]
-    return Table(title, ("bar", "found", "wanted", "met", "note"), rows)
+    return Table(title, ("bar", "found", "prompts", "wanted", "met", "note"), rows)
+
+
+def _range_of_tasks(value: Any) -> str:
+    """Return from where to where the prompts lie; older files, and bars that compare no work, do not say."""
+    tasks = value.get("tasks") if isinstance(value, Mapping) else None
+    return f"{min(tasks):.2f} to {max(tasks):.2f}" if tasks else NONE

@@ -19,9 +19,11 @@ from benchmarks.limits import Costs
 from benchmarks.measuring import interrupts_between_runs, running_order
 from benchmarks.metrics import acceptance, overhead_ms
 from benchmarks.report import console as report
+from benchmarks.report.tables import NONE
 from benchmarks.research.alternate import Measurement, alternate, num_runs
+from benchmarks.research.cells_section import bar_table
 from benchmarks.results_file import Run
-from benchmarks.statistics import estimate, median, paired_speedup, quantile, range_of
+from benchmarks.statistics import Bar, estimate, median, paired_speedup, quantile, range_of
 from benchmarks.systems import Sample, Task, from_record, to_record
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 from specsplit.orchestrator.request import RequestTimings, Result, SpeculativeDecoding
@@ -160,6 +162,16 @@ def test_a_paired_speedup_does_not_see_what_slows_both_down():
 def test_a_paired_speedup_is_a_ratio_of_summed_times_not_a_mean_of_ratios():
     assert paired_speedup([[2.0, 6.0]] * 5, [[1.0, 2.0]] * 5).median == pytest.approx(8 / 3)
     assert paired_speedup([[1.0, 1.0]] * 5, [[0.5, 2.0]] * 5).median == pytest.approx(2 / 2.5)
+
+
+def test_a_paired_speedup_tells_what_each_task_gives():
+    speedup = paired_speedup([[1.0, 1.0, 3.0]] * 5, [[0.5, 2.0, 1.0]] * 5)
+    assert speedup.tasks == pytest.approx((2.0, 0.5, 3.0))
+    assert speedup.low == speedup.high == pytest.approx(5 / 3.5)
+    bar = Bar("P1", "one / another", speedup, ">=", 1.0).to_dict()
+    assert bar_table([bar]).rows[0][1:3] == ("1.43 [1.43, 1.43]", "0.50 to 3.00")
+    older = {key: value for key, value in speedup.to_dict().items() if key != "tasks"}
+    assert bar_table([{**bar, "value": older}]).rows[0][2] == NONE
 
 
 def test_one_disturbed_run_does_not_move_a_paired_speedup():
