@@ -154,7 +154,10 @@ class Scheduler:
             else:
                 return self._await(batch, forward)
         # Here the error is gone, and with it what the failed forward had computed.
-        return width.run_parts(batch, lambda part: self._postprocess(part, self._run(part)))
+        return self._run_parts(batch)
+
+    def _run_parts(self, batch: Batch) -> None:
+        self.budget.width.run_parts(batch, lambda part: self._postprocess(part, self._run(part)))
 
     def _postprocess(self, batch: Batch, logits: list[Tensor] | None) -> None:
         """Give each task its logits, if there are any: it asks for its next forward, or ends; cut ones stay ready."""
@@ -178,7 +181,7 @@ class Scheduler:
         try:
             logits = forward.poll()
         except Exception as error:  # noqa: BLE001 - as in `_run`
-            self._fail(batch.tasks, error)
+            self._run_parts(batch) if self.budget.width.narrow(batch, error) else self._fail(batch.tasks, error)
         else:
             self._postprocess(batch, logits) if logits is not None else self._await(batch, forward)
 

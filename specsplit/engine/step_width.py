@@ -2,8 +2,8 @@
 
     batch   [ tasks that fit together | the next ones | ... ]    a task that is alone goes whatever it takes
 
-A forward writes behind its slots' lengths alone, so one that has failed may be done again. Knows rows alone, though
-long contexts take memory as well: a bound that is too wide is halved again.
+A forward writes behind its slots' lengths alone, so one that has failed may be done again; a chain's fails so where a
+stage of it does. Knows rows alone, though long contexts take memory as well: a bound that is too wide is halved again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 
+from specsplit.core.errors import OutOfMemory
 from specsplit.engine.batch import Batch
 from specsplit.model.memory import is_exhausted
 
@@ -30,7 +31,7 @@ class StepWidth:
 
     def narrow(self, batch: Batch, error: Exception) -> bool:
         """Return whether a batch that failed so may succeed in parts; from now on steps are half as wide."""
-        if len(batch.tasks) == 1 or not is_exhausted(error):
+        if len(batch.tasks) == 1 or not (is_exhausted(error) or isinstance(error, OutOfMemory)):
             return False
         self.max_rows, self._until_s = batch.num_rows // 2, time.monotonic() + NARROW_S
         _log.warning("a step of %d rows ran out of memory; its sessions go on in smaller ones", batch.num_rows)
