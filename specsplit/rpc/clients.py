@@ -29,7 +29,6 @@ from specsplit.core.types import (
     Turn,
     Verdict,
 )
-from specsplit.limits import SMALL_BYTES
 from specsplit.rpc import calls, codec
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
@@ -138,13 +137,9 @@ class _RemoteWorker:
         answer = await self._channel.call(path, data, self._call_timeout_s if timeout_s is None else timeout_s)
         return self._read(lambda: calls.parse(kind, answer)), len(data), len(answer)
 
-    async def _round(self, method: str, request: Message, kind: type[M]) -> tuple[M, int, int]:
+    async def _round(self, request: Message, kind: type[M]) -> tuple[M, int, int]:
         """Do the same for a round, over the stream that the rounds of all sessions share."""
-        data = request.SerializeToString()
-        # A large request is a call of its own: it may be refused for its size, and others would wait behind it.
-        if len(data) > SMALL_BYTES:
-            return await self._call(method, request, kind)
-        answer, num_sent, num_received = await self._rounds.call(data, self._call_timeout_s)
+        answer, num_sent, num_received = await self._rounds.call(request.SerializeToString(), self._call_timeout_s)
         return self._read(lambda: calls.parse(kind, answer)), num_sent, num_received
 
     def _read(self, decode: Callable[[], A]) -> A:
@@ -196,7 +191,7 @@ class RemoteDrafter(_RemoteWorker):
     async def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Proposal:
         """Grow the session's tree; raises the worker's error, or LinkError."""
         request = calls.encode_drafts_request(turn, known_nodes, budget)
-        answer, sent, received = await self._round("GenerateDrafts", request, draft_pb2.GenerateDraftsResponse)
+        answer, sent, received = await self._round(request, draft_pb2.GenerateDraftsResponse)
 
         def decode() -> Proposal:
             timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)
@@ -214,7 +209,7 @@ class RemoteVerifier(_RemoteWorker):
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         """Have the tree verified; raises the worker's error, or LinkError."""
         request = calls.encode_verify_request(turn, proposal)
-        answer, sent, received = await self._round("VerifyDrafts", request, target_pb2.VerifyDraftsResponse)
+        answer, sent, received = await self._round(request, target_pb2.VerifyDraftsResponse)
 
         def decode() -> Verdict:
             timings = codec.decode_telemetry(answer.telemetry, sent_bytes=sent, received_bytes=received)

@@ -56,14 +56,14 @@ class RoundsClient:
         self._channel, self._method, self._peer = channel, method, peer
         channel.on_renamed = self._leave
         self._stream: _RoundStream | None = None
-        self._left: dict[asyncio.Task[None], _RoundStream] = {}
-        """Streams of an earlier identity, each with the task that ends it when its rounds are answered."""
+        self._leaving: dict[asyncio.Task[None], _RoundStream] = {}
+        """Streams of a large round or of an earlier identity, each with the task that ends it when all is answered."""
         self._is_closed = False
 
     async def call(self, request: bytes, timeout_s: float) -> tuple[bytes, int, int]:
         """Return the answer to one round, and the bytes of the messages sent and received.
 
-        Cancelling the caller withdraws the round.
+        Cancelling the caller withdraws the round. A large one, which others would wait behind, has a stream of its own.
 
         Raises:
             LinkError: the worker cannot be reached, is late, or failed.
@@ -72,32 +72,38 @@ class RoundsClient:
         stream = self._stream
         if self._is_closed:
             raise self._channel.closed()
-        if stream is None or stream.is_over:
+        if len(request) > SMALL_BYTES:
+            stream = _RoundStream(self._channel, self._method, self._peer, is_shared=False)
+            self._end_when_answered(stream)
+        elif stream is None or stream.is_over:
             stream = self._stream = _RoundStream(self._channel, self._method, self._peer)
         return await stream.call(request, timeout_s)
 
     async def aclose(self) -> None:
         """End the stream; rounds under way fail."""
         self._is_closed = True
-        for stream in (self._stream, *self._left.values()):
+        for stream in (self._stream, *self._leaving.values()):
             if stream is not None:
                 await stream.aclose()
-        if self._left:
-            await asyncio.wait(set(self._left))
+        if self._leaving:
+            await asyncio.wait(set(self._leaving))
 
     def _leave(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
-            ending = asyncio.create_task(stream.finish(), name="specsplit-rounds-end")
-            self._left[ending] = stream
-            ending.add_done_callback(lambda task: self._left.pop(task, None))
+            self._end_when_answered(stream)
+
+    def _end_when_answered(self, stream: _RoundStream) -> None:
+        ending = asyncio.create_task(stream.finish(), name="specsplit-rounds-end")
+        self._leaving[ending] = stream
+        ending.add_done_callback(lambda task: self._leaving.pop(task, None))
 
 
 class _RoundStream:
     """One stream at the client, from its opening to its end."""
 
-    def __init__(self, channel: WorkerChannel, method: str, peer: str) -> None:
-        self._channel, self._peer = channel, peer
+    def __init__(self, channel: WorkerChannel, method: str, peer: str, *, is_shared: bool = True) -> None:
+        self._channel, self._peer, self._is_shared = channel, peer, is_shared
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, _Waiter] = {}
         """Callers by the id of the call."""
@@ -166,6 +172,8 @@ class _RoundStream:
         except (LinkError, NoFreeSlot) as error:
             return type(error)(str(error))
         except Exception as error:  # noqa: BLE001 - a status for one message, or a mistake of ours
+            if not self._is_shared and isinstance(error, SpecSplitError):
+                return error
             return WorkerFailed(f"{self._peer} ended the stream of all rounds: {error}")
         except asyncio.CancelledError:
             pass
@@ -264,7 +272,7 @@ class ServedRounds:
             call = parse(common_pb2.RoundCall, data)
             match call.WhichOneof("body"):
                 case "request" if call.id > self._last_id:
-                    self._begin(call, is_large=len(data) > SMALL_BYTES + _TRACE_BYTES)
+                    self._begin(call, is_large=self._last_id > 0 and len(data) > SMALL_BYTES + _TRACE_BYTES)
                 case "withdraw" if 0 < call.id <= self._last_id:
                     if call.id in self._under_way:
                         self._under_way[call.id].cancel()
@@ -281,7 +289,7 @@ class ServedRounds:
     def _begin(self, call: common_pb2.RoundCall, *, is_large: bool) -> None:
         self._last_id = call.id
         if is_large:
-            self._refuse(call.id, InvalidRequest("The round is too large for the stream; make it a call of its own."))
+            self._refuse(call.id, InvalidRequest("The round is too large for this stream; open one for it."))
         elif len(self._tasks) >= MAX_ROUNDS:
             self._refuse(call.id, NoFreeSlot(f"The stream has {MAX_ROUNDS} rounds in hand; try again in a moment."))
         else:

@@ -15,7 +15,7 @@ from specsplit.core.errors import AccessDenied
 from specsplit.core.types import Proposal, SessionParams
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy
-from specsplit.rpc import clients
+from specsplit.rpc import rounds
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import DraftService, TargetService
@@ -101,8 +101,8 @@ async def gateway(folder: Path) -> AsyncIterator[Renamed]:
 async def test_texts_before_and_after_another_name_are_plain_decodings(
     mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt travels in a call of its own, and the rounds after it in a stream that may be older than the name."""
-    monkeypatch.setattr(clients, "SMALL_BYTES", 200)
+    """A prompt travels in a stream of its own, and the rounds after it in a stream that may be older than the name."""
+    monkeypatch.setattr(rounds, "SMALL_BYTES", 200)
     async with gateway(tmp_path) as renamed:
         for _ in range(3):
             result = await renamed.text(mode)
@@ -115,7 +115,7 @@ async def test_texts_before_and_after_another_name_are_plain_decodings(
 async def test_another_name_within_a_text_changes_no_token(
     mode: Mode, has_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "SMALL_BYTES", 200 if has_large else 1 << 16)
+    monkeypatch.setattr(rounds, "SMALL_BYTES", 200 if has_large else 1 << 16)
     async with gateway(tmp_path) as renamed:
         faults = {1: renamed.rename, 3: renamed.rename_and_cut, 5: renamed.cut, 6: renamed.rename_and_cut}
         for _ in range(2):

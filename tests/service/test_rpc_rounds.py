@@ -14,12 +14,12 @@ from google.rpc import status_pb2
 from specsplit.core.errors import (
     LinkError,
     NoFreeSlot,
-    PeerMismatch,
     SlotBehind,
     WorkerClosed,
     WorkerFailed,
     WorkerUnreachable,
 )
+from specsplit.core.progress import Progress, current_listener
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.limits import SMALL_BYTES
 from specsplit.rpc import calls, rounds
@@ -35,6 +35,7 @@ from tests.support.rpc_servers import LOOPBACK, CountingProxy, duplex_status, ve
 ROUNDS = "/specsplit.v1.TargetService/Rounds"
 VERIFY = "/specsplit.v1.TargetService/VerifyDrafts"
 BAD = grpc.StatusCode.INVALID_ARGUMENT
+CALL_TIMEOUT_S = 0.6
 
 
 class Gated(FakeTarget):
@@ -210,17 +211,24 @@ async def test_too_many_rounds_are_refused_and_withdrawn_ones_make_room(
         assert len(await asyncio.gather(*running)) == 3
 
 
-async def test_a_stream_takes_no_request_that_is_a_call_of_its_own():
+async def test_a_stream_takes_a_large_round_as_its_first_alone():
     async with (
         serving(LOOPBACK, [TargetService(FakeTarget())]) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         call = channel.stream_stream(ROUNDS)()
-        await call.write(common_pb2.RoundCall(id=1, request=bytes(SMALL_BYTES + 8192)).SerializeToString())
-        await call.write(round_of(2, Script().first()))
+        large = Script([5] * (SMALL_BYTES + 8192)).first([5] * (SMALL_BYTES + 8192))
+        await call.write(round_of(1, Script().first()))
+        await call.write(round_of(2, large))
+        await call.write(round_of(3, Script().first()))
         answers = {answer.id: answer for answer in await told(call)}
-    assert "call of its own" in status_pb2.Status.FromString(answers[1].status).message
-    assert answers[2].response
+        assert "open one for it" in status_pb2.Status.FromString(answers[2].status).message
+        assert answers[1].response
+        assert answers[3].response
+        call = channel.stream_stream(ROUNDS)()
+        await call.write(round_of(1, large))
+        (answer,) = await told(call)
+    assert "context" in status_pb2.Status.FromString(answer.status).message, "it reached the target"
 
 
 @asynccontextmanager
@@ -341,28 +349,61 @@ async def test_a_drain_ends_idle_streams_and_answers_what_is_in_hand():
             await verifier.verify(turn, without_tree(turn))
 
 
-async def test_a_large_request_is_a_call_of_its_own():
-    target = FakeTarget(context=1 << 20)
+async def test_a_large_request_has_a_stream_of_its_own():
+    streams: list[list[int]] = []
 
-    async def verify(data: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        request = calls.parse(target_pb2.VerifyDraftsRequest, data)
-        assert len(data) > SMALL_BYTES
-        return calls.encode_verdict(Verdict((), (7,), len(request.turn.tail)), Proposal(1, 0)).SerializeToString()
+    async def listen(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        streams.append(own := [])
+        async for data in requests:
+            call = common_pb2.RoundCall.FromString(data)
+            request = calls.parse(target_pb2.VerifyDraftsRequest, call.request)
+            own.append(length := len(request.turn.tail))
+            verdict = calls.encode_verdict(Verdict((), (7,), length), Proposal(1, 0))
+            yield common_pb2.RoundAnswer(id=call.id, response=verdict.SerializeToString()).SerializeToString()
 
-    server = grpc.aio.server()
-    methods = {"VerifyDrafts": cast(Any, grpc.unary_unary_rpc_method_handler)(verify)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("specsplit.v1.TargetService", methods)])
-    port = server.add_insecure_port(LOOPBACK)
-    await server.start()
-    async with verifier_at(f"127.0.0.1:{port}") as verifier:
-        large = Script([5] * (SMALL_BYTES + 1)).first([5] * (SMALL_BYTES + 1))
-        assert (await verifier.verify(large, without_tree(large))).token_ids == (7,)
-        with pytest.raises(PeerMismatch):
-            await verifier.verify(small := Script().first(), without_tree(small))
-    await server.stop(None)
-    async with serving(LOOPBACK, [TargetService(target)]) as real, verifier_at(real) as verifier:
-        large = Script([5] * SMALL_BYTES).first([5] * SMALL_BYTES)
-        assert (await verifier.verify(large, without_tree(large))).length == SMALL_BYTES
+    lengths = (6, SMALL_BYTES + 1, 7, SMALL_BYTES + 2, 8)
+    async with serving_rounds(listen) as address, verifier_at(address) as verifier:
+        for length in lengths:
+            turn = Script([5] * length).first([5] * length)
+            assert (await verifier.verify(turn, without_tree(turn))).length == length
+    assert streams == [[6, 7, 8], [SMALL_BYTES + 1], [SMALL_BYTES + 2]]
+
+
+class Patient(FakeTarget):
+    """Takes longer than a client waits for a silent target, and says that it is at work."""
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        listener = current_listener()
+        assert listener is not None
+        for done in range(8):
+            listener(Progress(done=done, total=8))
+            await asyncio.sleep(CALL_TIMEOUT_S / 3)
+        return await super().verify(turn, proposal)
+
+
+@pytest.mark.parametrize("length", [6, 2 * SMALL_BYTES], ids=["small", "large"])
+async def test_a_client_waits_for_a_target_that_tells_its_progress(length: int):
+    async with serving(LOOPBACK, [TargetService(Patient(context=1 << 20))]) as server:
+        async with verifier_at(server, call_timeout_s=CALL_TIMEOUT_S) as verifier:
+            turn = Script([5] * length).first([5] * length)
+            assert (await verifier.verify(turn, without_tree(turn))).length == length
+        assert server.num_running == 0
+
+
+async def test_closing_a_client_ends_its_large_round():
+    target = Gated()
+    async with serving(LOOPBACK, [TargetService(target)]) as server:
+        async with verifier_at(server) as verifier:
+            script = Script([5] * 2 * SMALL_BYTES)
+            target.gates[script.session] = asyncio.Event()
+            turn = script.first([5] * 2 * SMALL_BYTES)
+            waiting = [asyncio.create_task(verifier.verify(turn, without_tree(turn))) for _ in range(2)]
+            await wait_until(lambda: len(target.waiting) == 2)
+            waiting[0].cancel()
+            await wait_until(lambda: len(target.waiting) == 1)
+        with pytest.raises(WorkerUnreachable):
+            await waiting[1]
+        await wait_until(lambda: not target.waiting)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.support.small_target import TEXT_LENGTH, shards, whole
 
 LENGTHS = (30, 33, 36)
 SAMPLING = SamplingParams(temperature=0.7)
-ONE_AT_A_TIME = {"max_pending": 1, "chunk_tokens": 64}
+ONE_AT_A_TIME: dict[str, Any] = {"max_pending": 1, "chunk_tokens": 64}
 """The first prompt is a step of its own; the others wait for it and meet in the next one."""
 
 

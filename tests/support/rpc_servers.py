@@ -47,8 +47,8 @@ async def drafter_at(server: Server | str) -> AsyncIterator[RemoteDrafter]:
 
 
 @asynccontextmanager
-async def verifier_at(server: Server | str) -> AsyncIterator[RemoteVerifier]:
-    verifier = RemoteVerifier(server if isinstance(server, str) else server.address)
+async def verifier_at(server: Server | str, **options: Any) -> AsyncIterator[RemoteVerifier]:
+    verifier = RemoteVerifier(server if isinstance(server, str) else server.address, **options)
     try:
         yield verifier
     finally:
