@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import sys
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -180,7 +181,11 @@ async def test_the_port_of_lmtp_speaks_nothing_else(gateway: GatewayProcess) -> 
             await http.ws_connect(f"{own}/elsewhere")
 
 
-async def test_a_constrained_query_and_a_distribution_of_lmql(gateway: GatewayProcess, pipeline: Pipeline) -> None:
+async def test_a_constrained_query_and_a_distribution_of_lmql(
+    gateway: GatewayProcess, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A compiled query adds the folder for temporary files, where anything may lie, to what later tests import from.
+    monkeypatch.setattr(sys, "path", list(sys.path))
     folder = resolve(EMBEDDED, "target")[0]
     model = lmql.model("embedded", endpoint=gateway.ready["lmtp"], tokenizer=str(folder))
     found = await lmql.run('argmax "def add(a, b):\\n    [BODY]" where len(TOKENS(BODY)) < 8', model=model)
