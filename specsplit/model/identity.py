@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path, PurePosixPath
@@ -46,6 +47,8 @@ _NUM_SAMPLES = 4
 """Samples of each weight tensor, its first and its last bytes among them."""
 _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
+"""The exceptions that reading the header of a damaged file raises."""
 
 
 class _TensorEntry(TypedDict):
@@ -159,6 +162,18 @@ def weight_stamps(folder: Path | None) -> Sequence[tuple[str, int, int, int, int
     return [(name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in stats]
 
 
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    """Return the type of each tensor in the weight files that are here, as safetensors calls it.
+
+    Files that are missing or damaged are left out.
+    """
+    found: dict[str, str] = {}
+    for path in _weight_paths(folder):
+        with suppress(OSError, *_DAMAGED), path.open("rb", buffering=0) as file:
+            found |= {name: entry["dtype"] for name, entry in _tensor_entries(_header(file)[1]).items()}
+    return found
+
+
 def _root(folder: Path) -> Path:
     """Return the folder that links may not leave; in a hub cache it is the repository's, whose blobs they name."""
     folder = folder.resolve()
@@ -187,20 +202,29 @@ def _weight_paths(folder: Path, name: str = "") -> list[Path]:
 
 def _tensor_samples(path: Path) -> Iterator[bytes]:
     """Yield, for each tensor of a safetensors file, its entry in the header and samples of its bytes."""
-    # A safetensors file: [8 bytes: length of the header | header, JSON | the tensors' bytes].
     with path.open("rb", buffering=0) as file:
-        prefix = os.pread(file.fileno(), 8, 0)
-        length = int.from_bytes(prefix, "little")
-        header = os.pread(file.fileno(), min(length, _MAX_HEADER_BYTES), 8)
+        prefix, header = _header(file)
+        first = len(prefix) + int.from_bytes(prefix, "little")
         try:
-            tensors: dict[str, _TensorEntry] = json.loads(header)
-            tensors.pop("__metadata__", None)
-            for name, entry in tensors.items():
+            for name, entry in _tensor_entries(header).items():
                 start, end = entry["data_offsets"]  # counted from behind the header
                 described = json.dumps([name, entry["dtype"], entry["shape"], end - start])
-                yield described.encode() + b"".join(_samples(file, 8 + length + start, end - start))
-        except (ValueError, KeyError, TypeError, AttributeError):  # damaged, which loading says in better words
+                yield described.encode() + b"".join(_samples(file, first + start, end - start))
+        except _DAMAGED:  # which loading says in better words
             yield prefix + header
+
+
+def _header(file: FileIO) -> tuple[bytes, bytes]:
+    """Return the length of a safetensors file's header, as its bytes, and the header."""
+    # A safetensors file: [8 bytes: length of the header | header, JSON | the tensors' bytes].
+    prefix = os.pread(file.fileno(), 8, 0)
+    return prefix, os.pread(file.fileno(), min(int.from_bytes(prefix, "little"), _MAX_HEADER_BYTES), 8)
+
+
+def _tensor_entries(header: bytes) -> dict[str, _TensorEntry]:
+    tensors: dict[str, _TensorEntry] = json.loads(header)
+    tensors.pop("__metadata__", None)
+    return tensors
 
 
 def _samples(file: FileIO, start: int, size: int) -> Iterator[bytes]:

@@ -87,9 +87,13 @@ def select(outline: Outline, names: Mapping[str, str], spec: ShardSpec) -> dict[
         spellings = outline.spellings(key)
         if partner is not None and partner not in wanted:
             spellings += outline.spellings(partner)
-        found = next((spelling for spelling in spellings if spelling in names), None)
-        if found is not None:
-            chosen[key] = found
+        spelling = next((spelling for spelling in spellings if spelling in names), None)
+        if spelling is not None:
+            chosen[key] = spelling
+    # A tensor beside an end's, such as a scale, is given to the load too, which refuses it if the model lacks it.
+    parents = {chosen[key].rpartition(".")[0] for key in wanted if key in chosen}
+    found = set(chosen.values())
+    chosen |= {name: name for name in names if name.rpartition(".")[0] in parents and name not in found}
     # Names that are converted while loading (old checkpoints) are only known to transformers; give it all candidates.
     if not chosen.keys() >= set(wanted):
         chosen |= {name: name for name in _unknown(outline, names) if name not in chosen}
