@@ -51,6 +51,9 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 """The exceptions that reading the header of a damaged file raises."""
 
 
+Stamps = Sequence[tuple[str, int, int, int, int, int]]
+
+
 class _TensorEntry(TypedDict):
     dtype: str
     shape: list[int]
@@ -148,7 +151,7 @@ def read_index(content: bytes, name: str) -> dict[str, str]:
     return weight_map
 
 
-def weight_stamps(folder: Path | None) -> Sequence[tuple[str, int, int, int, int, int]] | None:
+def weight_stamps(folder: Path | None) -> Stamps | None:
     """Return name, device, inode, size and times of change of every weight file; None if they are not all here.
 
     A file that is written anew has others, even if it is given the old one's times.
@@ -160,6 +163,17 @@ def weight_stamps(folder: Path | None) -> Sequence[tuple[str, int, int, int, int
     except (OSError, ModelDamaged):
         return None
     return [(name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in stats]
+
+
+def require_unchanged(stamps: Stamps | None, folder: Path | None, name: str) -> None:
+    """Refuse weight files that had these stamps before they were read, and have others now.
+
+    Raises:
+        ModelDamaged: what was read and what is there now may differ.
+    """
+    # Files that were fetched meanwhile had no stamps.
+    if not set(stamps or ()) <= set(weight_stamps(folder) or ()):
+        raise ModelDamaged(f"The weights of {name} changed while the model was loaded; load it again.")
 
 
 def stored_dtypes(folder: Path) -> dict[str, str]:
