@@ -172,16 +172,14 @@ _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.HfHubHTTPError, UNREACHABLE),
     (ConnectionError, UNREACHABLE),
 )
-_READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, ImportError)
-"""The exceptions of transformers over a bad model, or one that others quantised, whose packages are not here.
-
-Over a bad tokenizer.json, tokenizers raises bare Exceptions.
-"""
 
 
 @contextmanager
 def translated(path: str, name: str, part: str = "model") -> Generator[None]:
-    """Translate all exceptions that reading a model can raise into our error tree."""
+    """Translate all exceptions that reading a model can raise into our error tree.
+
+    A config may lead the code of transformers to any of them, and tokenizers raises bare Exceptions.
+    """
     try:
         yield
     except SpecSplitError:
@@ -195,8 +193,6 @@ def translated(path: str, name: str, part: str = "model") -> Generator[None]:
             raise OutOfMemory(
                 f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16."
             ) from error
-        if part != "tokenizer" and not isinstance(error, _READING_ERRORS):
-            raise
         raise _model_error(path, name, part, error) from error
 
 
@@ -224,8 +220,8 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
 
 
 def one_line(error: Exception) -> str:
-    """Return the words of an error as one line, which is cut if it is long."""
-    return " ".join(str(error).split())[:200]
+    """Return the words of an error, or its name if it has none, as one line, which is cut if it is long."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -270,7 +266,8 @@ def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
         model, revision = hub_arguments(path)
         ids: Any = GenerationConfig.from_pretrained(model, **revision).eos_token_id
     except (OSError, ValueError) as error:
-        if (Path(path) / "generation_config.json").is_file():
+        folder = model_folder(path)
+        if folder is not None and (folder / "generation_config.json").is_file():
             raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({one_line(error)}).") from error
         # The outer value of a multimodal config counts, as it does for transformers: Gemma 3 has <end_of_turn> there.
         ids = getattr(config, "eos_token_id", None)

@@ -25,7 +25,7 @@ from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading
 from specsplit.model.meanwhile import Meanwhile
 from specsplit.model.memory_size import MemorySize
-from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
+from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config, trying
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, model_folder, resolve
@@ -228,7 +228,8 @@ def _check_and_pack(
     truth = eager_logits(runner.model, token_ids)
 
     def check() -> None:
-        ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
+        with trying(runner.model):
+            ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
         check_against_eager(ours if kept is None else ours[:, kept], truth, name)
 
     pack(runner, form, check)
