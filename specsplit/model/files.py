@@ -7,7 +7,8 @@ only, and code from a repository is never run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator
+import logging
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,14 @@ from transformers.utils import logging as transformers_logging
 
 from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
 from specsplit.core.types import TokenizerFiles
-from specsplit.model.identity import files_hash, read_tokenizer_files
+from specsplit.model.identity import files_hash, read_tokenizer_files, stored_dtypes
 from specsplit.model.memory import is_exhausted
 from specsplit.model.meta_init import WithoutMemory
-from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments
+from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.transformers_models import AutoModelForCausalLM, PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 
 def load_config(path: str, name: str) -> Any:
@@ -84,8 +87,24 @@ def load_weights(
             model = model.eval().requires_grad_(False).to(device)
     finally:
         transformers_logging.set_verbosity(verbosity)
+    # A quantiser of transformers, which sets this also if it dequantises, knows what else lies beside the weights.
+    is_quantised = hasattr(model, "is_quantized")
+    if not is_quantised:
+        _refuse_quantised(name, model_folder(path))
     _refuse_incomplete(name, info)
+    if not is_quantised:
+        _refuse_unread(name, model, info["unexpected_keys"])
     return model
+
+
+def _refuse_quantised(name: str, folder: Path | None) -> None:
+    """Refuse stored numbers that are no weights without a scale, since nothing here has applied one."""
+    for key, dtype in stored_dtypes(folder).items() if folder is not None else ():
+        if dtype.startswith(_SCALED) or (key.endswith(".weight") and dtype not in _FLOATS):
+            raise ModelUnsupported(
+                f"{name} is quantised already, in a way that its config does not name or transformers does not know "
+                f"({key} is stored as {dtype}); name the model that it was made from."
+            )
 
 
 def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
@@ -102,6 +121,34 @@ def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
         )
 
 
+def _refuse_unread(name: str, model: PreTrainedModel, unread: Collection[str]) -> None:
+    """Refuse tensors that change weights of the model if they are applied, such as scales and biases, and were not."""
+    modules = dict(model.named_modules())
+    prefix = f"{model.base_model_prefix}."  # checkpoints are written with it or without
+    for key in sorted(unread):
+        spellings = (key, f"{prefix}{key}", key.removeprefix(prefix))
+        # Towers for pictures, further layers and the like lie in modules without weights of their own, or in none.
+        if any(_owns_weights(_innermost(modules, spelling)) for spelling in spellings):
+            raise ModelUnsupported(
+                f"{name} stores {key}, for which a {type(model).__name__} of its config has no place, beside weights "
+                "that it reads; without it the model would compute something else."
+            )
+    if unread:
+        _log.info("%s stores tensors that the model does not read, the first being %s", name, min(unread))
+
+
+def _innermost(modules: Mapping[str, torch.nn.Module], key: str) -> torch.nn.Module | None:
+    """Return the innermost module that a tensor of this name would lie in, None if that is the whole model."""
+    path = key.rpartition(".")[0]
+    while path and path not in modules:
+        path = path.rpartition(".")[0]
+    return modules[path] if path else None
+
+
+def _owns_weights(module: torch.nn.Module | None) -> bool:
+    return module is not None and next(module.parameters(recurse=False), None) is not None
+
+
 def lay_out(model: PreTrainedModel) -> None:
     """Store linear weights input-major: unpacked products of a few rows (a tree) read them faster so."""
     for module in model.modules():
@@ -109,6 +156,9 @@ def lay_out(model: PreTrainedModel) -> None:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_SCALED = ("F8", "F6", "F4")
+"""How the types begin whose numbers are only stored with scales, whatever the tensor is called."""
 _GATED = "{name} is gated: accept its terms on the hub and log in (hf auth login), or pass a local folder."
 _INCOMPLETE = "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights."
 _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
@@ -122,16 +172,14 @@ _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.HfHubHTTPError, UNREACHABLE),
     (ConnectionError, UNREACHABLE),
 )
-_READING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, ImportError)
-"""The exceptions of transformers over a bad model, or one that others quantised, whose packages are not here.
-
-Over a bad tokenizer.json, tokenizers raises bare Exceptions.
-"""
 
 
 @contextmanager
 def translated(path: str, name: str, part: str = "model") -> Generator[None]:
-    """Translate all exceptions that reading a model can raise into our error tree."""
+    """Translate all exceptions that reading a model can raise into our error tree.
+
+    A config may lead the code of transformers to any of them, and tokenizers raises bare Exceptions.
+    """
     try:
         yield
     except SpecSplitError:
@@ -145,8 +193,6 @@ def translated(path: str, name: str, part: str = "model") -> Generator[None]:
             raise OutOfMemory(
                 f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16."
             ) from error
-        if part != "tokenizer" and not isinstance(error, _READING_ERRORS):
-            raise
         raise _model_error(path, name, part, error) from error
 
 
@@ -174,8 +220,8 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
 
 
 def one_line(error: Exception) -> str:
-    """Return the words of an error as one line, which is cut if it is long."""
-    return " ".join(str(error).split())[:200]
+    """Return the words of an error, or its name if it has none, as one line, which is cut if it is long."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -220,7 +266,8 @@ def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
         model, revision = hub_arguments(path)
         ids: Any = GenerationConfig.from_pretrained(model, **revision).eos_token_id
     except (OSError, ValueError) as error:
-        if (Path(path) / "generation_config.json").is_file():
+        folder = model_folder(path)
+        if folder is not None and (folder / "generation_config.json").is_file():
             raise ModelDamaged(f"The generation_config.json of {name} cannot be read ({one_line(error)}).") from error
         # The outer value of a multimodal config counts, as it does for transformers: Gemma 3 has <end_of_turn> there.
         ids = getattr(config, "eos_token_id", None)

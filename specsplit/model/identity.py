@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path, PurePosixPath
@@ -46,6 +47,11 @@ _NUM_SAMPLES = 4
 """Samples of each weight tensor, its first and its last bytes among them."""
 _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
+"""The exceptions that reading the header of a damaged file raises."""
+
+
+Stamps = Sequence[tuple[str, int, int, int, int, int]]
 
 
 class _TensorEntry(TypedDict):
@@ -145,7 +151,7 @@ def read_index(content: bytes, name: str) -> dict[str, str]:
     return weight_map
 
 
-def weight_stamps(folder: Path | None) -> Sequence[tuple[str, int, int, int, int, int]] | None:
+def weight_stamps(folder: Path | None) -> Stamps | None:
     """Return name, device, inode, size and times of change of every weight file; None if they are not all here.
 
     A file that is written anew has others, even if it is given the old one's times.
@@ -157,6 +163,29 @@ def weight_stamps(folder: Path | None) -> Sequence[tuple[str, int, int, int, int
     except (OSError, ModelDamaged):
         return None
     return [(name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in stats]
+
+
+def require_unchanged(stamps: Stamps | None, folder: Path | None, name: str) -> None:
+    """Refuse weight files that had these stamps before they were read, and have others now.
+
+    Raises:
+        ModelDamaged: what was read and what is there now may differ.
+    """
+    # Files that were fetched meanwhile had no stamps.
+    if not set(stamps or ()) <= set(weight_stamps(folder) or ()):
+        raise ModelDamaged(f"The weights of {name} changed while the model was loaded; load it again.")
+
+
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    """Return the type of each tensor in the weight files that are here, as safetensors calls it.
+
+    Files that are missing or damaged are left out.
+    """
+    found: dict[str, str] = {}
+    for path in _weight_paths(folder):
+        with suppress(OSError, *_DAMAGED), path.open("rb", buffering=0) as file:
+            found |= {name: entry["dtype"] for name, entry in _tensor_entries(_header(file)[1]).items()}
+    return found
 
 
 def _root(folder: Path) -> Path:
@@ -187,20 +216,29 @@ def _weight_paths(folder: Path, name: str = "") -> list[Path]:
 
 def _tensor_samples(path: Path) -> Iterator[bytes]:
     """Yield, for each tensor of a safetensors file, its entry in the header and samples of its bytes."""
-    # A safetensors file: [8 bytes: length of the header | header, JSON | the tensors' bytes].
     with path.open("rb", buffering=0) as file:
-        prefix = os.pread(file.fileno(), 8, 0)
-        length = int.from_bytes(prefix, "little")
-        header = os.pread(file.fileno(), min(length, _MAX_HEADER_BYTES), 8)
+        prefix, header = _header(file)
+        first = len(prefix) + int.from_bytes(prefix, "little")
         try:
-            tensors: dict[str, _TensorEntry] = json.loads(header)
-            tensors.pop("__metadata__", None)
-            for name, entry in tensors.items():
+            for name, entry in _tensor_entries(header).items():
                 start, end = entry["data_offsets"]  # counted from behind the header
                 described = json.dumps([name, entry["dtype"], entry["shape"], end - start])
-                yield described.encode() + b"".join(_samples(file, 8 + length + start, end - start))
-        except (ValueError, KeyError, TypeError, AttributeError):  # damaged, which loading says in better words
+                yield described.encode() + b"".join(_samples(file, first + start, end - start))
+        except _DAMAGED:  # which loading says in better words
             yield prefix + header
+
+
+def _header(file: FileIO) -> tuple[bytes, bytes]:
+    """Return the length of a safetensors file's header, as its bytes, and the header."""
+    # A safetensors file: [8 bytes: length of the header | header, JSON | the tensors' bytes].
+    prefix = os.pread(file.fileno(), 8, 0)
+    return prefix, os.pread(file.fileno(), min(int.from_bytes(prefix, "little"), _MAX_HEADER_BYTES), 8)
+
+
+def _tensor_entries(header: bytes) -> dict[str, _TensorEntry]:
+    tensors: dict[str, _TensorEntry] = json.loads(header)
+    tensors.pop("__metadata__", None)
+    return tensors
 
 
 def _samples(file: FileIO, start: int, size: int) -> Iterator[bytes]:

@@ -19,13 +19,13 @@ from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import Comparisons, comparisons_of
 from specsplit.model.draft_vocab import kept_ids, trim_head
 from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
-from specsplit.model.identity import weight_stamps, weights_hash
+from specsplit.model.identity import Stamps, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading
 from specsplit.model.meanwhile import Meanwhile
 from specsplit.model.memory_size import MemorySize
-from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config
+from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config, trying
 from specsplit.model.rope import fix_longrope
 from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, model_folder, resolve
@@ -207,7 +207,7 @@ def load_model(
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
         weight_format=form,
         tokenizer_files=tokenizer_files(model_folder(path), name, tokenizer),
-        weights_hash=rounded_hash(_weights_hash(path, name), form),
+        weights_hash=rounded_hash(_weights_hash(path, name, stamps), form),
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
     )
@@ -228,7 +228,8 @@ def _check_and_pack(
     truth = eager_logits(runner.model, token_ids)
 
     def check() -> None:
-        ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
+        with trying(runner.model):
+            ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
         check_against_eager(ours if kept is None else ours[:, kept], truth, name)
 
     pack(runner, form, check)
@@ -258,12 +259,15 @@ def _fastest_threads(runner: Runner, limit: int | None) -> int:
     return choose_threads([lambda: runner.forward([one]), lambda: runner.forward([tree])], most)
 
 
-def _weights_hash(path: str, name: str) -> str:
+def _weights_hash(path: str, name: str, stamps: Stamps | None) -> str:
+    """Return the hash of the files, if they are still those that had these stamps before the weights were read."""
     folder = model_folder(path)
     try:
-        return weights_hash(folder) if folder is not None else ""
+        found = weights_hash(folder) if folder is not None else ""
     except OSError as error:
         raise ModelDamaged(f"The weights of {name} cannot be read again ({error.strerror}).") from error
+    require_unchanged(stamps, folder, name)
+    return found
 
 
 def as_device(device: str) -> torch.device:

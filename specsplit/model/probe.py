@@ -6,18 +6,21 @@ per layer was seen, every keyword is understood, and the logits equal those of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specsplit.core.errors import ModelDamaged, ModelUnsupported
+from specsplit.core.errors import ModelDamaged, ModelUnsupported, OutOfMemory, SpecSplitError
 from specsplit.model.attention.function import NAME, LayerSpec, MaskRule
 from specsplit.model.attention.masks import MaskFunction, evaluate_mask
+from specsplit.model.files import one_line
 from specsplit.model.head_shape import HeadShape
 from specsplit.model.linear_calls import WithoutProducts
+from specsplit.model.memory import is_exhausted
 from specsplit.model.transformers_models import PreTrainedModel
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
@@ -115,6 +118,24 @@ class _Probe:
         raise ModelUnsupported(f"This {self._model_type} model {what}, which SpecSplit cannot serve exactly.")
 
 
+@contextmanager
+def trying(model: PreTrainedModel) -> Generator[None]:
+    """Translate what the code of a model raises in a first forward into our error tree."""
+    try:
+        yield
+    except SpecSplitError:
+        raise
+    except Exception as error:
+        kind = type(model).__name__
+        if is_exhausted(error):
+            raise OutOfMemory(
+                f"The memory ran out in the first forward of this {kind}; use a smaller model or --dtype bf16."
+            ) from error
+        passes_none = isinstance(error, TypeError | KeyError)
+        what = "does not pass attention keywords through" if passes_none else "fails in its first forward"
+        raise ModelUnsupported(f"{kind} {what}; SpecSplit cannot serve it ({one_line(error)}).") from error
+
+
 @torch.inference_mode()
 def probe(
     model: PreTrainedModel, forward: Callable[..., object] | None = None, layers: range | None = None
@@ -124,24 +145,20 @@ def probe(
     `forward` stands in for the model where it has no embedding; it is called with the model's own keywords.
 
     Raises:
-        ModelUnsupported: a layer bypasses the interface, or passes a keyword of unknown meaning.
+        ModelUnsupported: a layer bypasses the interface, passes a keyword of unknown meaning, or fails.
+        OutOfMemory.
     """
     model.set_attn_implementation(NAME)
     seen = _Probe(model.config.model_type)
     tokens = torch.arange(_NUM_TOKENS, device=model.device)[None]
-    try:
-        with WithoutProducts():
-            (forward or model)(
-                input_ids=tokens,
-                position_ids=tokens,
-                attention_mask=torch.ones_like(tokens),
-                use_cache=False,
-                layer_attention=seen,
-            )
-    except (TypeError, KeyError) as error:
-        raise ModelUnsupported(
-            f"{type(model).__name__} does not pass attention keywords through; SpecSplit cannot serve it ({error})."
-        ) from error
+    with trying(model), WithoutProducts():
+        (forward or model)(
+            input_ids=tokens,
+            position_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            use_cache=False,
+            layer_attention=seen,
+        )
     # Every layer once: a layer that was not seen keeps no KV, one that was seen twice would overwrite its own.
     layers = range(model.config.get_text_config().num_hidden_layers) if layers is None else layers
     if not seen.layers or sorted(seen.layers) != list(layers):
@@ -160,11 +177,16 @@ def _check_is_causal(mask: MaskFunction | None, model_type: str) -> None:
 
 @torch.inference_mode()
 def eager_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
-    """Return logits [T, V] of transformers' own eager attention, the truth for ours."""
+    """Return logits [T, V] of transformers' own eager attention, the truth for ours.
+
+    Raises:
+        ModelUnsupported, OutOfMemory: the model's own code fails.
+    """
     model.set_attn_implementation("eager")
     try:
-        tokens = torch.tensor([token_ids], device=model.device)
-        logits = model(input_ids=tokens, use_cache=False).logits[0]
+        with trying(model):
+            tokens = torch.tensor([token_ids], device=model.device)
+            logits = model(input_ids=tokens, use_cache=False).logits[0]
     finally:
         model.set_attn_implementation(NAME)
     return logits

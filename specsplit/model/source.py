@@ -50,7 +50,8 @@ def resolve(source: str, role: str) -> tuple[str, str]:
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported.
-        InvalidSettings: it names a revision of a model that is not on the hub.
+        InvalidSettings: it names a revision of a model that is not on the hub, or the address of the hub or of the
+            proxy on the way to it is none.
     """
     try:
         return _resolved(source, role)
@@ -165,11 +166,13 @@ def _cached(source: str) -> Path | None:
 @lru_cache(maxsize=1)
 def _hub_answers(endpoint: str, period: float) -> bool:
     """Return whether the hub, or the proxy on the way to it, takes a connection; asked once a `period`."""
-    url = urlsplit(endpoint)
-    proxy = getproxies().get(url.scheme)
-    if proxy is not None and not proxy_bypass(url.hostname or ""):
-        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    address = (url.hostname or "", url.port or (443 if url.scheme == "https" else 80))
+    scheme, address = _address(endpoint, "HF_ENDPOINT")
+    proxies = getproxies()
+    # httpx, by way of which huggingface_hub asks the hub, chooses the proxy so too.
+    chosen = next((kind for kind in (scheme, "all") if proxies.get(kind)), None)
+    if chosen is not None and not proxy_bypass(address[0]):
+        proxy = proxies[chosen]
+        _, address = _address(proxy if "://" in proxy else f"http://{proxy}", f"{chosen.upper()}_PROXY")
     answered = threading.Event()
 
     def connect() -> None:
@@ -184,3 +187,12 @@ def _hub_answers(endpoint: str, period: float) -> bool:
     asking.start()
     asking.join(_PATIENCE_S)
     return answered.is_set()
+
+
+def _address(url: str, variable: str) -> tuple[str, tuple[str, int]]:
+    """Return the scheme, host and port of a URL that an environment variable holds."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme, (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    except ValueError:  # whose words may hold a part of a proxy's password
+        raise InvalidSettings(f"{variable} holds no valid URL; write it as http://host:port.") from None

@@ -106,6 +106,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "attention",
     ),
     "mamba": (lambda: tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "attention"),
+    "doge": (_small(tf.DogeConfig), "fails in its first forward"),
     "dynamic-rope": (
         _small(tf.LlamaConfig, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "dynamic RoPE",

@@ -15,6 +15,7 @@ from specsplit.core.errors import ModelDamaged
 from specsplit.model import comparisons, loader
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends import recorded_cpu
+from specsplit.model.identity import require_unchanged, weight_stamps
 from specsplit.model.loader import load_model
 from specsplit.model.runner import Runner
 from tests.support.model_zoo import FAMILIES, save_model
@@ -145,10 +146,23 @@ def test_weights_replaced_while_they_were_read_are_not_known_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(loader, "load_weights", read_and_replaced)
-        load(folder)
+        with pytest.raises(ModelDamaged, match="changed while the model was loaded; load it again"):
+            load(folder)
     compared.clear()
     load(folder)
     assert compared == EVERYTHING
+
+
+def test_weights_that_came_meanwhile_are_no_change_and_lost_ones_are(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    part, before = weights.rename(folder / "part.safetensors"), weight_stamps(folder)
+    shutil.copy(part, folder / "another.safetensors")
+    require_unchanged(before, folder, "x")
+    part.unlink()
+    with pytest.raises(ModelDamaged, match=r"The weights of x changed"):
+        require_unchanged(before, folder, "x")
+    for stamps in (None, []):  # the files were not here yet
+        require_unchanged(stamps, folder, "x")
 
 
 @pytest.mark.parametrize("options", [{"context": 64}, {"dtype": "bf16"}, {"max_sessions": 2}])

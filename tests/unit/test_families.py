@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import ModelUnsupported
+from specsplit.core.errors import ModelUnsupported, OutOfMemory
 from specsplit.model import runner as runners
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
+from specsplit.model.probe import eager_logits, probe
 from specsplit.model.runner import Runner
 from tests.support.model_zoo import FAMILIES, REFUSED, build_model, save_model
 from tests.support.packs import assert_same_rows
@@ -131,6 +133,26 @@ def test_what_cannot_be_served_exactly_is_refused_with_the_reason(name: str, tmp
     folder = save_model(tmp_path / name, config(), seed=1, with_tokenizer=False)
     with pytest.raises(ModelUnsupported, match=reason):
         load_model(str(folder), role="target")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (AssertionError(), ModelUnsupported, r"LlamaForCausalLM fails in its first forward; .* \(AssertionError\)"),
+        (ZeroDivisionError("by zero"), ModelUnsupported, r"fails in its first forward; .* \(by zero\)"),
+        (MemoryError(), OutOfMemory, "memory ran out in the first forward of this LlamaForCausalLM"),
+    ],
+)
+def test_what_a_models_code_raises_is_translated(error: Exception, kind: type[Exception], words: str) -> None:
+    def fail(*args: object) -> NoReturn:
+        raise error
+
+    model = build_model(FAMILIES["llama"](), seed=1)
+    model.get_input_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(kind, match=words):
+        probe(model)
+    with pytest.raises(kind, match=words):
+        eager_logits(model, [3, 4])
 
 
 @pytest.mark.parametrize("context", [64, 128])

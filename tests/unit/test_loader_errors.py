@@ -34,7 +34,6 @@ from tests.support.model_zoo import FAMILIES, VOCAB, build_model, save_model
 from tests.support.pipelines import PLAIN, request, run
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
-FIRST = f"the first being {TENSOR}"
 Change = Callable[[Path], object]
 
 
@@ -145,7 +144,7 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "transposed shape": (header(shape=[32, 48]), f"{TENSOR} is [32, 48], not [48, 32]"),
     "missing tensor": (
         weights(lambda tensors: tensors.pop(TENSOR)),
-        f"lacks weights that its config asks for, {FIRST}",
+        f"lacks weights that its config asks for, the first being {TENSOR}",
     ),
     "tensor of another size": (weights(lambda t: t.update({TENSOR: torch.zeros(50, 32)})), "[50, 32], not [48, 32]"),
     "missing shard": (shard_missing, "model-00002-of-00002.safetensors"),
@@ -181,6 +180,8 @@ UNSUPPORTED: dict[str, tuple[Change, str]] = {
     "config a list": (write("config.json", "[]"), "Should have a `model_type`"),
     "encoder-decoder": (encoder_decoder, "t5 models are encoder-decoders"),
     "no layers": (config(num_hidden_layers=0), "0 of 0 layers"),
+    "no heads": (config(num_attention_heads=0), "cannot be loaded as a decoder-only language model (integer modulo"),
+    "padding beyond the vocabulary": (config(pad_token_id=VOCAB), "(Padding_idx must be within num_embeddings)"),
 }
 
 
@@ -277,6 +278,8 @@ def test_a_cached_hub_model_needs_no_hub(cached: Path) -> None:
 
 
 def test_what_is_wrong_with_a_hub_model_is_not_put_down_to_the_hub(cached: Path) -> None:
+    write("generation_config.json", "{")(cached)
+    refusal("somebody/a-model", ModelDamaged, "The generation_config.json of somebody/a-model cannot be read")
     remove("model.safetensors")(cached)
     refusal("somebody/a-model", ModelNotFound, "lacks files, on the hub or in its cache")
     config(model_type="martian")(cached)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from specsplit.core.errors import InvalidRequest, ModelDamaged, ModelNotFound, ModelUnsupported, SpecSplitError
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.stages.shard.loader import ShardOptions, ShardSpec, hidden_entry, load_shard, shard_hash
+from specsplit.stages.shard.weights import load_shard_weights
 from tests.support.model_zoo import FAMILIES, REFUSED, VOCAB, save_model
 from tests.support.stage_models import ids
 
@@ -125,6 +126,16 @@ def test_an_index_that_does_not_fit_its_files_is_refused(case: str, folder: Path
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     (folder / "model.safetensors.index.json").write_text(content)
     refusal(folder, MIDDLE, ModelDamaged, words)
+
+
+def test_files_that_are_replaced_while_a_stage_loads_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_and_replaced(*args: Any) -> Any:
+        read = load_shard_weights(*args)
+        rewrite(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].add_(1))
+        return read
+
+    monkeypatch.setattr("specsplit.stages.shard.loader.load_shard_weights", read_and_replaced)
+    refusal(folder, MIDDLE, ModelDamaged, "changed while the model was loaded; load it again")
 
 
 def gemma3n() -> Any:

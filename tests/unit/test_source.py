@@ -13,7 +13,7 @@ import pytest
 
 from specsplit import Pipeline
 from specsplit.cli.main import main
-from specsplit.core.errors import ModelError, ModelNotFound, ModelUnsupported
+from specsplit.core.errors import InvalidSettings, ModelError, ModelNotFound, ModelUnsupported
 from specsplit.model.source import check_source, resolve
 
 
@@ -22,7 +22,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The hub's cache of this process, which is not told to stay offline."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name.upper(), raising=False)
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -145,6 +146,32 @@ def test_a_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         _endpoint(server.getsockname()[1], monkeypatch)
         assert resolve("somebody/model", "target") == ("somebody/model", "somebody/model")
+
+
+@pytest.mark.parametrize("variable", ["HTTPS_PROXY", "all_proxy", "ALL_PROXY"])
+@pytest.mark.usefixtures("hub")
+def test_a_proxy_that_answers_is_the_way_to_the_hub(variable: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"https://{variable.lower()}.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv(variable, f"127.0.0.1:{server.getsockname()[1]}")
+        assert resolve("somebody/model", "target") == ("somebody/model", "somebody/model")
+
+
+@pytest.mark.parametrize("variable", ["HTTPS_PROXY", "ALL_PROXY"])
+@pytest.mark.usefixtures("hub")
+def test_a_proxy_without_a_valid_port_is_named_without_its_password(variable: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"https://{variable.lower()}.port.invalid")
+    for proxy in ("http://proxy:port", "user:secret@proxy:port", "http://user:sec/ret@proxy:80", "http://[proxy"):
+        monkeypatch.setenv(variable, proxy)
+        with pytest.raises(InvalidSettings, match=f"^{variable} holds no valid URL; write it as http://host:port.$"):
+            resolve("somebody/model", "target")
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_endpoint_without_a_valid_port_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub:port")
+    with pytest.raises(InvalidSettings, match="HF_ENDPOINT holds no valid URL"):
+        resolve("somebody/model", "target")
 
 
 def test_a_user_who_stays_offline_is_told_what_is_missing(hub: Path, monkeypatch: pytest.MonkeyPatch):

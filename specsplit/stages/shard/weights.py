@@ -19,9 +19,9 @@ from safetensors import safe_open
 
 from specsplit.core.errors import ModelDamaged
 from specsplit.model.files import load_config, load_weights, translated
-from specsplit.model.identity import INDEX_FILE, SINGLE_FILE, read_index
+from specsplit.model.identity import INDEX_FILE, SINGLE_FILE, read_index, require_unchanged, weight_stamps
 from specsplit.model.probe import refuse_by_config
-from specsplit.model.source import at_commit, hub_arguments, resolve
+from specsplit.model.source import at_commit, hub_arguments, model_folder, resolve
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline, shard_class
 
@@ -39,6 +39,7 @@ class Checkpoint:
         self.path, self.name = path, name
         with translated(path, name):
             self._files = self._read_index()
+        self._stamps = weight_stamps(model_folder(path))
 
     @property
     def tensors(self) -> Mapping[str, str]:
@@ -52,6 +53,14 @@ class Checkpoint:
     def config_file(self) -> Path:
         """Return the model's config.json."""
         return self._locate("config.json")
+
+    def require_unchanged(self) -> None:
+        """Refuse files that have changed since this object was made.
+
+        Raises:
+            ModelDamaged.
+        """
+        require_unchanged(self._stamps, model_folder(self.path), self.name)
 
     def _locate(self, file_name: str) -> Path:
         if Path(self.path).is_dir():
@@ -87,9 +96,13 @@ def select(outline: Outline, names: Mapping[str, str], spec: ShardSpec) -> dict[
         spellings = outline.spellings(key)
         if partner is not None and partner not in wanted:
             spellings += outline.spellings(partner)
-        found = next((spelling for spelling in spellings if spelling in names), None)
-        if found is not None:
-            chosen[key] = found
+        spelling = next((spelling for spelling in spellings if spelling in names), None)
+        if spelling is not None:
+            chosen[key] = spelling
+    # A tensor beside an end's, such as a scale, is given to the load too, which refuses it if the model lacks it.
+    parents = {chosen[key].rpartition(".")[0] for key in wanted if key in chosen}
+    found = set(chosen.values())
+    chosen |= {name: name for name in names if name.rpartition(".")[0] in parents and name not in found}
     # Names that are converted while loading (old checkpoints) are only known to transformers; give it all candidates.
     if not chosen.keys() >= set(wanted):
         chosen |= {name: name for name in _unknown(outline, names) if name not in chosen}
@@ -210,7 +223,7 @@ def tensors_hash(checkpoint: Checkpoint, chosen: Mapping[str, str]) -> str:
     """Return a hash over names, dtypes, shapes and samples of the chosen tensors, 16 hexadecimal digits.
 
     Raises:
-        ModelNotFound, ModelDamaged: a file is missing, truncated, or lies about its tensors.
+        ModelNotFound, ModelDamaged: a file is missing, truncated, lies about its tensors, or has changed.
     """
     digest = hashlib.sha256()
     with translated(checkpoint.path, checkpoint.name), ExitStack() as stack:
@@ -229,6 +242,7 @@ def tensors_hash(checkpoint: Checkpoint, chosen: Mapping[str, str]) -> str:
             for offset in _sample_offsets(last - first):
                 file.seek(start + first + offset)
                 digest.update(file.read(min(_SAMPLE_BYTES, last - first - offset)))
+    checkpoint.require_unchanged()
     return digest.hexdigest()[:_HASH_DIGITS]
 
 
