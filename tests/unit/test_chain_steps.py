@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from specsplit.core.types import Proposal, SamplingParams, TokenLogProb
 from specsplit.engine import company
 from specsplit.engine.prompt_budget import LEAST_PROMPT_ROWS
 from specsplit.speculation.step_times import StepTimes
+from specsplit.stages.packet import Packet
 from tests.support.chains import HeldForSlot, OpenChain, Shards, opened
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.processes import LIMIT_S
@@ -140,6 +141,52 @@ async def test_a_score_keeps_within_the_limit_of_a_step(ends: EndsAt) -> None:
         chain.target.limit_steps(40, None)
         assert await chain.target.score(prompt, scored, bias, 2) == whole
         assert list(packets(chain)) == [[40], [40], [40], [9]]
+
+
+def forgets(chain: OpenChain, is_time: Callable[[Packet], bool]) -> None:
+    """Let the last stage forget the slots of the first packet for which it is time; only what follows is seen."""
+    send = chain.wire.send
+
+    async def forgetting(packet: Packet) -> Packet:
+        if is_time(packet):
+            chain.wire.send = send  # type: ignore[method-assign]
+            for session in packet.sessions:
+                await chain.stages[-1].end(session.slot)
+            chain.wire.seen.clear()
+        return await send(packet)
+
+    chain.wire.send = forgetting  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_rows_that_are_sent_again_keep_within_the_limit(ends: EndsAt) -> None:
+    lengths = (60, 70, 80)
+    async with opened(shards(ends), chunk_tokens=128, max_pending=1) as chain:
+        chain.target.reuse_prefixes("off")
+        expected = [await text_after(chain.target, HOT, length, 24) for length in lengths]
+        chain.target.limit_steps(40, None)
+        forgets(chain, lambda packet: [session.num_tokens for session in packet.sessions] == [1, 1, 1])
+        texts = await asyncio.gather(*(text_after(chain.target, HOT, length, 24) for length in lengths))
+        assert texts == expected
+        assert len(chain.runner.chain_statistics.resent) == len(lengths)
+        assert chain.runner.chain_statistics.recomputed_tokens > sum(lengths)
+        assert max(map(sum, packets(chain))) == 40
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_steps_go_in_between_while_a_long_session_is_sent_again(ends: EndsAt) -> None:
+    lengths = ((9, 60), (120, 12))
+    async with opened(shards(ends), chunk_tokens=16) as chain:
+        chain.target.reuse_prefixes("off")
+        expected = [await text_after(chain.target, HOT, length, count) for length, count in lengths]
+        chain.target.limit_steps(16, None)
+        forgets(chain, lambda packet: packet.batch == 1 and packet.sessions[0].start >= 120)
+        texts = await asyncio.gather(*(text_after(chain.target, HOT, length, count) for length, count in lengths))
+        assert texts == expected
+        widths = [sum(rows) for rows in packets(chain)]
+        again = [place for place, width in enumerate(widths) if width == 16]
+        assert len(again) >= 7, "all that was forgotten"
+        assert 1 in widths[again[0] : again[-1]], "the other session has a round meanwhile"
 
 
 async def test_a_chain_that_failed_is_tried_with_its_head() -> None:
