@@ -80,7 +80,7 @@ class Scheduler:
         try:
             self._poll()
             if (batch := self._schedule()) is not None:
-                self._postprocess(batch, self._run(batch))
+                self._run(batch)
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
             self._fail_all(error)
         self.health.end_step()
@@ -98,8 +98,7 @@ class Scheduler:
                     end_row = sequence.base_length + len(sequence.parents or sequence.token_ids)
                     if end_row > memory.reserved[sequence.slot] and not memory.make_room([task]):
                         break
-                batch = Batch([task])
-                self._postprocess(batch, self._run(batch))
+                self._run(Batch([task]))
                 if task.has_ended or turn.is_over:  # the clock is not asked for nothing
                     break
         except Exception as error:  # noqa: BLE001 - as in `step`
@@ -141,28 +140,22 @@ class Scheduler:
             ready, parts = self.budget.share_out(ready, self._pending)
         return Batch(ready, parts, self._pending)
 
-    def _run(self, batch: Batch) -> list[Tensor] | None:
-        """Return the batch's logits; None if it is pending elsewhere, ran in parts, or failed, which ends its tasks."""
-        if (width := self.budget.width).max_rows == math.inf or not width.is_exceeded(batch):
+    def _run(self, batch: Batch) -> None:
+        """Run a batch and postprocess it, unless it is pending elsewhere; one that fails goes in parts, or ends."""
+        if (most_rows := self.budget.width.exceeded(batch)) is None:
             try:
-                if self._runner.max_pending == 1:
-                    return self._runner.forward(batch.sequences)
-                forward = self._runner.begin(batch.sequences)
+                is_here = self._runner.max_pending == 1
+                made = self._runner.forward(batch.sequences) if is_here else self._runner.begin(batch.sequences)
             except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
-                if not width.narrow(batch, error):
+                if (most_rows := self.budget.width.rows_after(batch, error)) is None:
                     return self._fail(batch.tasks, error)
             else:
-                return self._await(batch, forward)
+                return self._postprocess(batch, made) if isinstance(made, list) else self._await(batch, made)
         # Here the error is gone, and with it what the failed forward had computed.
-        return self._run_parts(batch)
+        return self.budget.width.run_parts(batch, most_rows, self._run)
 
-    def _run_parts(self, batch: Batch) -> None:
-        self.budget.width.run_parts(batch, lambda part: self._postprocess(part, self._run(part)))
-
-    def _postprocess(self, batch: Batch, logits: list[Tensor] | None) -> None:
-        """Give each task its logits, if there are any: it asks for its next forward, or ends; cut ones stay ready."""
-        if logits is None:
-            return
+    def _postprocess(self, batch: Batch, logits: list[Tensor]) -> None:
+        """Give each task its logits: it asks for its next forward, or ends; one that was cut stays ready."""
         end_s = batch.end(self._name, self.counts)
         if len(batch.tasks) > 1:  # one that is alone says nothing of what others cost
             self.budget.observe(batch, end_s)
@@ -181,7 +174,10 @@ class Scheduler:
         try:
             logits = forward.poll()
         except Exception as error:  # noqa: BLE001 - as in `_run`
-            self._run_parts(batch) if self.budget.width.narrow(batch, error) else self._fail(batch.tasks, error)
+            most_rows = self.budget.width.rows_after(batch, error)
+            if most_rows is None:
+                return self._fail(batch.tasks, error)
+            self.budget.width.run_parts(batch, most_rows, self._run)
         else:
             self._postprocess(batch, logits) if logits is not None else self._await(batch, forward)
 

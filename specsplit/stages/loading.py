@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
     from specsplit.stages.identity import ExpectedChain
     from specsplit.stages.shard.chain_model import ChainModel
-    from specsplit.stages.shard.loader import LoadedShard, ShardSpec
+    from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardSpec
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,10 @@ def load_stage(settings: StageSettings) -> LoadedShard:
     """
     check_device(settings.device)
     require_worker_extra()
-    from specsplit.stages.shard.loader import ShardOptions, load_shard
+    from specsplit.stages.shard.loader import ShardOptions
 
     assert settings.layers is not None, "the command asks for layers"
-    shard = load_shard(
+    shard = _load_layers(
         settings.model,
         stage_spec(layer_range(settings.layers), num_layers_of(settings.model), settings.ends, settings.model),
         ShardOptions(
@@ -60,6 +63,15 @@ def load_stage(settings: StageSettings) -> LoadedShard:
         ),
     )
     return replace(shard, name=public_name(settings.model))
+
+
+def _load_layers(source: str, spec: ShardSpec, options: ShardOptions) -> LoadedShard:
+    from specsplit.stages.shard.loader import load_shard
+
+    shard = load_shard(source, spec, options)
+    if shard.runner.device.type == "cuda":
+        _log.warning("Layers of a cut model are slow on a GPU: only a whole model has fast attention and graphs there.")
+    return shard
 
 
 def layer_range(layers: str) -> range:
@@ -141,7 +153,7 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
 
 def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> LoadedShard | None:
     """Load the first layers of a chain if its coordinator holds them itself."""
-    from specsplit.stages.shard.loader import ShardOptions, load_shard
+    from specsplit.stages.shard.loader import ShardOptions
 
     if settings.layers is None:
         return None
@@ -157,7 +169,7 @@ def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> Loaded
         threads=settings.threads,
     )
     spec = stage_spec(layers, model.num_layers, settings.ends, model.name)
-    return load_shard(settings.model, spec, options)
+    return _load_layers(settings.model, spec, options)
 
 
 def _default_dtype(settings: TargetSettings) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -11,13 +11,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from torch import Tensor
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.errors import ModelDamaged
+from specsplit.core.errors import InvalidPacket, ModelDamaged
 from specsplit.core.types import Proposal, SamplingParams, TokenLogProb
 from specsplit.engine import company
 from specsplit.engine.prompt_budget import LEAST_PROMPT_ROWS
+from specsplit.model.attention.metadata import SequenceInput
 from specsplit.speculation.step_times import StepTimes
+from specsplit.stages.packet import Packet
 from tests.support.chains import HeldForSlot, OpenChain, Shards, opened
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.processes import LIMIT_S
@@ -140,6 +143,82 @@ async def test_a_score_keeps_within_the_limit_of_a_step(ends: EndsAt) -> None:
         chain.target.limit_steps(40, None)
         assert await chain.target.score(prompt, scored, bias, 2) == whole
         assert list(packets(chain)) == [[40], [40], [40], [9]]
+
+
+def forgets(chain: OpenChain, is_time: Callable[[Packet], bool]) -> None:
+    """Let the last stage forget the slots of the first packet for which it is time; only what follows is seen."""
+    send = chain.wire.send
+
+    async def forgetting(packet: Packet) -> Packet:
+        if is_time(packet):
+            chain.wire.send = send  # type: ignore[method-assign]
+            for session in packet.sessions:
+                await chain.stages[-1].end(session.slot)
+            chain.wire.seen.clear()
+        return await send(packet)
+
+    chain.wire.send = forgetting  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_rows_that_are_sent_again_keep_within_the_limit(ends: EndsAt) -> None:
+    lengths = (60, 70, 80)
+    async with opened(shards(ends), chunk_tokens=128, max_pending=1) as chain:
+        chain.target.reuse_prefixes("off")
+        expected = [await text_after(chain.target, HOT, length, 24) for length in lengths]
+        chain.target.limit_steps(40, None)
+        forgets(chain, lambda packet: [session.num_tokens for session in packet.sessions] == [1, 1, 1])
+        texts = await asyncio.gather(*(text_after(chain.target, HOT, length, 24) for length in lengths))
+        assert texts == expected
+        assert len(chain.runner.chain_statistics.resent) == len(lengths)
+        assert chain.runner.chain_statistics.recomputed_tokens > sum(lengths)
+        assert max(map(sum, packets(chain))) == 40
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_steps_go_in_between_while_a_long_session_is_sent_again(ends: EndsAt) -> None:
+    lengths = ((9, 60), (120, 12))
+    async with opened(shards(ends), chunk_tokens=16) as chain:
+        chain.target.reuse_prefixes("off")
+        expected = [await text_after(chain.target, HOT, length, count) for length, count in lengths]
+        chain.target.limit_steps(16, None)
+        forgets(chain, lambda packet: packet.batch == 1 and packet.sessions[0].start >= 120)
+        texts = await asyncio.gather(*(text_after(chain.target, HOT, length, count) for length, count in lengths))
+        assert texts == expected
+        widths = [sum(rows) for rows in packets(chain)]
+        again = [place for place, width in enumerate(widths) if width == 16]
+        assert len(again) >= 7, "all that was forgotten"
+        assert 1 in widths[again[0] : again[-1]], "the other session has a round meanwhile"
+
+
+def overflowing(rows: Callable[..., Tensor], end_row: int) -> Callable[..., Tensor]:
+    """Return a stage's forward whose hidden states are infinite for sessions beyond a row."""
+
+    def run(entries: Sequence[SequenceInput], *arguments: Tensor) -> Tensor:
+        counts = [len(entry.token_ids) for entry in entries]
+        ends = [entry.base_length + count for entry, count in zip(entries, counts, strict=True)]
+        is_beyond = torch.tensor(ends).repeat_interleave(torch.tensor(counts)) > end_row
+        return rows(entries, *arguments).masked_fill(is_beyond[:, None], torch.inf)
+
+    return run
+
+
+@pytest.mark.parametrize(("ends", "index"), [("stages", 0), ("coordinator", 0), ("coordinator", 1)])
+async def test_a_session_whose_hidden_states_overflow_fails_alone(
+    ends: EndsAt, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = (30, 60, 90)
+    async with opened(shards(ends), chunk_tokens=128, max_pending=1) as chain:
+        expected = [await text_of(chain, length) for length in lengths]
+        chain.wire.seen.clear()
+        runner = chain.stages[index].shard.runner
+        monkeypatch.setattr(runner, "rows", overflowing(runner.rows, max(lengths) + 1))
+        *others, refused = await asyncio.gather(*(text_of(chain, each) for each in lengths), return_exceptions=True)
+        assert [1, 1, 1] in packets(chain), "all were in one step"
+        assert others == expected[:2]
+        assert isinstance(refused, InvalidPacket)
+        assert "overflow in fp32" in str(refused)
+        assert chain.target.is_well
 
 
 async def test_a_chain_that_failed_is_tried_with_its_head() -> None:

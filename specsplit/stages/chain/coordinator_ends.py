@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import InvalidPacket, InvalidRequest
+from specsplit.core.errors import InvalidRequest
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.stages.chain.packet_check import not_finite
 from specsplit.stages.packet import Buffer, Packet
 from specsplit.stages.shard.loader import LoadedShard, hidden_entry
 from specsplit.stages.shard.payload import from_payload, to_payload
@@ -37,5 +38,5 @@ class CoordinatorEnds:
         ]
         try:
             return self.head.runner.forward(wanted, hidden)
-        except InvalidRequest as error:  # hidden states that are not finite
-            raise InvalidPacket(f"The last stage sent what cannot be computed: {error}") from error
+        except InvalidRequest as error:
+            raise not_finite("The last stage", self.head) from error

@@ -23,11 +23,11 @@ from specsplit.stages.packet import HeadRequest, Packet, PacketSession
 
 
 def picks_of(
-    sampler: Sampler, logits: Tensor, before: Sequence[int], session: PacketSession
+    sampler: Sampler, logits: Tensor, ids: Sequence[int], session: PacketSession
 ) -> tuple[tuple[int, ...], tuple[TokenLogProb, ...]]:
     """Return the pick of each row of `logits` [R, V], and what was asked for of the picks that a walk emits.
 
-    `before` begins with the ids in front of the session's rows.
+    `ids` are those of the slot's rows, the session's own at the end; none is read unless the sampler counts tokens.
 
     Raises:
         InvalidPacket: a node of the tree hangs above the tree's root.
@@ -35,22 +35,21 @@ def picks_of(
     num_rows, num_wanted = session.num_tokens, session.num_logits
     if num_wanted == 0:
         return (), ()
-    asks_log_probs = sampler.params.top_logprobs is not None
-    if sampler.changes_nothing and session.parents is None and not asks_log_probs:
-        return tuple(picked_ids(logits)), ()
     # [replayed or committed tail | root | tree nodes]: the wanted rows are the root and the nodes behind it.
     root = num_rows - num_wanted
     parents = session.parents or range(-1, num_rows - 1)
     tree = [parent - root - 1 for parent in parents[root + 1 :]]
     if min(tree, default=-1) < -1:
         raise InvalidPacket("A node of a packet's tree hangs above the tree's root.")
-    nodes = session.token_ids[root + 1 :]
-    paths: list[list[int]] | None = None
-    if sampler.needs_paths:
+    nodes, length = session.token_ids[root + 1 :], session.start + root + 1
+    if sampler.changes_nothing:
+        picks = picked_ids(logits)
+    elif sampler.needs_paths:
         paths = [[], *([nodes[node] for node in path_to(tree, leaf)] for leaf in range(len(tree)))]
-    committed = [*before[: session.start], *session.token_ids[: root + 1]]
-    picks = sampler.picks(logits, committed, [0, *depths(tree)], paths)
-    if not asks_log_probs or NOT_A_NUMBER in picks:
+        picks = sampler.picks(logits, ids[:length], [0, *depths(tree)], paths)
+    else:  # the committed tokens are only counted, and a copy of a long context takes longer than the picks
+        picks = sampler.picks(logits, range(length), [0, *depths(tree)], None)
+    if sampler.params.top_logprobs is None or NOT_A_NUMBER in picks:
         return tuple(picks), ()
     return tuple(picks), sampler.log_probs(logits, *walk(tree, nodes, picks))
 

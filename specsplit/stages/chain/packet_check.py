@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specsplit.core.errors import InvalidPacket
+from specsplit.model.loader import dtype_name
 from specsplit.stages.packet import Packet, PacketSession
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.shard.payload import payload_type
@@ -37,6 +38,17 @@ def check_slot(slot: int, num_slots: int) -> None:
     """
     if not 0 <= slot < num_slots:
         raise InvalidPacket(f"There is no slot {slot}; this stage has {num_slots}.")
+
+
+def not_finite(sender: str, shard: LoadedShard) -> InvalidPacket:
+    """Return the error of hidden states that `shard` refuses to compute; users may do what they do for a whole model.
+
+    The packet says whose rows these are only if it is of one session, so the engine sends the others' again.
+    """
+    return InvalidPacket(
+        f"{sender} computed hidden states that are not finite; the weights of {shard.name} are damaged or overflow in "
+        f"{dtype_name(shard.runner.dtype)}: try --dtype fp32 for all stages."
+    )
 
 
 def _check_session(session: PacketSession, shard: LoadedShard) -> None:

@@ -1,4 +1,7 @@
-"""A step on its way through the chain, sent again wherever something went wrong; lives on the engine's thread."""
+"""A step on its way through the chain, sent again wherever something went wrong; lives on the engine's thread.
+
+a step   [ attempt: all of its rows ] or, if a stage has lost rows before them, [ attempt | attempt | ... ]
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class StepSender(Protocol):
     def is_down(self) -> bool: ...
 
     def attempt(self, slices: Sequence[StepSlice]) -> Attempt:
-        """Send what is left of the slices."""
+        """Send the next rows of the slices, all of them if there is room."""
         ...
 
     def results(self, sent: SentPacket, answer: Packet) -> dict[StepSlice, Output]:
@@ -79,15 +82,17 @@ class PendingChainForward:
         self._attempt.outcomes.add_done_callback(lambda _: call())
 
     def poll(self) -> list[Output] | None:
-        """Return what `forward` returns, or raise what it raises; None if rows had to be sent again."""
+        """Return what `forward` returns, or raise what it raises; None if rows are on their way again."""
         errors = self._take_outcomes()
-        if not errors:
-            for step_slice in self._slices:
-                step_slice.commit()
-            return [self._results[step_slice] for step_slice in self._slices]
-        self._check_retry(errors)
-        self._attempt = self._sender.attempt([step_slice for step_slice in self._slices if not step_slice.is_done])
-        return None
+        if errors:
+            self._check_retry(errors)
+        left = [step_slice for step_slice in self._slices if not step_slice.is_done]
+        if left:
+            self._attempt = self._sender.attempt(left)
+            return None
+        for step_slice in self._slices:
+            step_slice.commit()
+        return [self._results[step_slice] for step_slice in self._slices]
 
     def result(self) -> list[Output]:
         """Return what `forward` returns, or raise what it raises; waits for it."""
@@ -125,8 +130,10 @@ class PendingChainForward:
         fatal = [error for error in errors.values() if not isinstance(error, _RETRYABLE)]
         if fatal or self._num_attempts == sender.max_attempts or self._num_late == _MAX_LATE or sender.is_down:
             raise [*fatal, *errors.values()][0]
+        ends = {step_slice: chunk.end for sent in self._attempt.sent for step_slice, chunk in sent.chunks}
         for step_slice, error in errors.items():
-            sender.chain_statistics.add_resent(ResentRows(_reason(error), step_slice.entry.slot, step_slice.num_left))
+            resent = ResentRows(_reason(error), step_slice.entry.slot, step_slice.num_lost(ends[step_slice]))
+            sender.chain_statistics.add_resent(resent)
 
 
 def _reason(error: Exception) -> ResendReason:

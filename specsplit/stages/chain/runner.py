@@ -1,6 +1,6 @@
 """The coordinator of a chain: a Runner whose forward goes through stages. It holds no layers itself.
 
-A target engine drives it like any runner (`TargetEngine` with ends = coordinator, `ChainTarget` with ends = stages), so
+A target engine drives it like any runner (`CoordinatorTarget` with ends = coordinator, else `ChainTarget`), so
 sessions, rounds, sampling, the walk, scores and batching are those of one process. What differs is here: `RemoteKV`
 stands in the place of the KV cache and remembers, instead of the rows, which tokens they hold and what was moved; a
 step becomes packets, chunks of a long one following each other down the chain; and every failure on the way (a damaged
@@ -15,11 +15,12 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from specsplit.core.exactness import Computing, Exactness, joint_exactness, joint_numerics
+from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
 from specsplit.stages.chain.pending_forward import MAX_ATTEMPTS, Attempt, Output, PendingChainForward, SentPacket
@@ -57,6 +58,8 @@ class ChainOptions:
 
     chunk_tokens: int = CHUNK_TOKENS
     window: int = WINDOW
+    step_tokens: int = MAX_STEP_ROWS
+    """Rows of a step that are sent again at once; those that the engine chose for it go together in any case."""
     max_attempts: int = MAX_ATTEMPTS
     max_pending: int | None = None
     """Steps of different sessions on their way at once; None is one a stage, so that each has something to do."""
@@ -121,6 +124,10 @@ class ChainRunner:
     def max_attempts(self) -> int:
         return self._options.max_attempts
 
+    def limit_steps(self, step_tokens: int | None) -> None:
+        """Have at most so many rows of a step on their way at once if it is sent again; None is the default."""
+        self._options = replace(self._options, step_tokens=step_tokens or MAX_STEP_ROWS)
+
     @property
     def is_down(self) -> bool:
         """Whether sending again would only fail at once."""
@@ -148,8 +155,8 @@ class ChainRunner:
         return PendingChainForward(self, slices)
 
     def attempt(self, slices: Sequence[StepSlice]) -> Attempt:
-        """Send what is left of the slices: the i-th packet has the i-th chunk of every slice that has one."""
-        chunks = {step_slice: step_slice.chunks(self._options.chunk_tokens) for step_slice in slices}
+        """Send the next rows of the slices: the i-th packet has the i-th chunk of every slice that has one."""
+        chunks = self._next_chunks(slices)
         before: dict[StepSlice, LastRows] = {}
         sent: list[SentPacket] = []
         for index in range(max(map(len, chunks.values()))):
@@ -157,7 +164,7 @@ class ChainRunner:
             packet = self._packet(together, before)
             # The next chunk of a slice follows before this one is answered, so it names this packet's rows as kept.
             for step_slice, chunk in together:
-                before[step_slice] = LastRows(packet.request_id, chunk.start, tuple(range(chunk.end - chunk.start)))
+                before[step_slice] = LastRows(packet.request_id, chunk.start, tuple(range(chunk.num_rows)))
             sent.append(SentPacket(packet, together))
         self.chain_statistics.num_packets += len(sent)
         self.chain_statistics.num_tokens += sum(one.packet.num_tokens for one in sent)
@@ -173,6 +180,22 @@ class ChainRunner:
             return {}
         logits = self._ends.logits(answer, [step_slice.head_entry() for step_slice in wanting])
         return dict(zip(wanting, logits, strict=True))
+
+    def _next_chunks(self, slices: Sequence[StepSlice]) -> dict[StepSlice, list[Chunk]]:
+        """Return the chunks that go now: all of a step that goes out first, of one that is sent again what has room.
+
+        The stages may lack whole contexts of all its sessions. Together these would be a step that takes minutes, so
+        they go in parts as wide as other steps, one behind the other, and steps of other sessions go in between.
+        """
+        most_rows = self._options.step_tokens
+        room = max(most_rows, sum(step_slice.num_own for step_slice in slices))
+        chunks: dict[StepSlice, list[Chunk]] = {}
+        for step_slice in slices:
+            for chunk in step_slice.chunks(min(self._options.chunk_tokens, most_rows)):
+                if (room := room - chunk.num_rows) < 0:
+                    return chunks
+                chunks.setdefault(step_slice, []).append(chunk)
+        return chunks
 
     def _packet(self, together: Sequence[tuple[StepSlice, Chunk]], before: dict[StepSlice, LastRows]) -> Packet:
         has_ids = self._ends is None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specsplit.core.errors import InvalidPacket, InvalidRequest, InvalidSettings, StageBehind
+from specsplit.core.errors import InvalidRequest, InvalidSettings, StageBehind
 from specsplit.engine.batch import at_once
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
@@ -22,7 +22,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import dtype_name
 from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, wanted_rows
 from specsplit.stages.chain.loop_share import LoopShare
-from specsplit.stages.chain.packet_check import check_packet, check_slot
+from specsplit.stages.chain.packet_check import check_packet, check_slot, not_finite
 from specsplit.stages.chain.slot_transfer import export_slot, import_slot, slot_bytes
 from specsplit.stages.chain.stage_slot import StageSlot, emptied_slot
 from specsplit.stages.identity import StageIdentity
@@ -163,8 +163,8 @@ class StageEngine:
             raise StageBehind(have)
         try:
             rows = self.shard.runner.rows([self._entry(session) for session in packet.sessions], hidden)
-        except InvalidRequest as error:  # hidden states that are not finite
-            raise InvalidPacket(f"Stage {packet.stage_from} sent what cannot be computed: {error}") from error
+        except InvalidRequest as error:  # nothing else is left to refuse behind `check_packet`
+            raise not_finite(f"Stage {packet.stage_from}", self.shard) from error
         for session in packet.sessions:
             self._slots[session.slot].write(session, packet.request_id)
         following = self._following(packet, rows)

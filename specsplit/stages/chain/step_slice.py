@@ -22,6 +22,10 @@ class Chunk:
     end: int
     is_last: bool
 
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.start
+
 
 class StepSlice:
     """An entry of a step, cut into chunks that travel in packets one behind the other."""
@@ -38,9 +42,13 @@ class StepSlice:
         self._last = slot.last
 
     @property
-    def num_left(self) -> int:
-        """Return the rows that the next attempt sends."""
-        return self._end - self._held
+    def num_own(self) -> int:
+        """Return the rows of the entry, without those before it that a stage may have lost."""
+        return self._end - self._base
+
+    def num_lost(self, end: int) -> int:
+        """Return how many of the rows before `end`, all of which were sent, have to be sent again."""
+        return end - self._held
 
     def chunks(self, max_tokens: int) -> list[Chunk]:
         """Return the rows left to be sent, in chunks of `max_tokens` rows; neither a tree nor wanted rows are cut."""
@@ -93,7 +101,7 @@ class StepSlice:
     def succeed(self, chunk: Chunk, request_id: int) -> None:
         """Record an answer to the chunk; it came through the whole chain, so every stage holds the chunk's rows."""
         if chunk.end > self._held:
-            self._held, self._last = chunk.end, LastRows(request_id, chunk.start, tuple(range(chunk.end - chunk.start)))
+            self._held, self._last = chunk.end, LastRows(request_id, chunk.start, tuple(range(chunk.num_rows)))
         self.is_done = self.is_done or chunk.is_last
 
     def fall_back(self, have: int | None) -> None:

@@ -1,6 +1,6 @@
 """A target over a chain of stages with ends = stages: picks are made behind the last layer, logits never travel.
 
-With ends = coordinator the logits are this process's own, and a plain TargetEngine over a ChainRunner is all it takes.
+With ends = coordinator the logits are this process's own, so an engine over a ChainRunner lacks nothing but limits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,15 @@ class ChainProbe(Probe):
         return NOT_A_NUMBER not in _answer(logits).picks
 
 
-class ChainTarget(TargetEngine):
+class CoordinatorTarget(TargetEngine):
+    """A target engine over a chain, whose runner keeps to the limits of steps with what it sends again."""
+
+    def limit_steps(self, step_tokens: int | None, prefill_chunk: int | None) -> None:
+        super().limit_steps(step_tokens, prefill_chunk)
+        cast(ChainRunner, self._model.runner).limit_steps(step_tokens)
+
+
+class ChainTarget(CoordinatorTarget):
     """A target engine whose sampler is applied by the stage with the head, as every entry requests it."""
 
     # With ends = stages the "logits" of an entry are the answer's session, which has picks or log-probabilities.
@@ -110,7 +118,7 @@ def chain_target(
     runner = ChainRunner(link, loop, shape, ends, options)
     # An engine uses of a Runner only what a ChainRunner has, too: forward, begin, max_pending, cache.move_rows, device,
     # dtype, vocab_size, is_recorded, exactness, numerics and revision. The cast says so where a protocol would.
-    loaded, kind = model.loaded(cast(Runner, runner)), TargetEngine if ends else ChainTarget
+    loaded, kind = model.loaded(cast(Runner, runner)), CoordinatorTarget if ends else ChainTarget
     return kind(loaded, executor, ttl_s=ttl_s, on_release=_slot_release(runner, link, loop)), runner
 
 

@@ -1,0 +1,37 @@
+"""Layers that a process loads by its settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from specsplit.core.sections import StageSettings, TargetSettings
+from specsplit.model.runner import Runner
+from specsplit.stages.loading import load_coordinator, load_stage
+from specsplit.stages.shard import loader
+from specsplit.stages.shard.loader import LoadedShard
+from tests.support.model_zoo import FAMILIES, save_model
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_layers_on_a_gpu_are_said_to_be_slow(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = str(save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1))
+    load_shard = loader.load_shard
+
+    def load_there(*arguments: Any) -> LoadedShard:
+        runner = cast(Runner, SimpleNamespace(device=torch.device(device)))
+        return cast(LoadedShard, replace(load_shard(*arguments), runner=runner))
+
+    monkeypatch.setattr(loader, "load_shard", load_there)
+    load_stage(StageSettings(model=folder, layers="1:3", threads=1))
+    load_coordinator(TargetSettings(model=folder, layers="0:1", stages=("host:7102",), threads=1))
+    warnings = [record.getMessage() for record in caplog.records if record.name == "specsplit.stages.loading"]
+    assert len(warnings) == (2 if device == "cuda" else 0)
+    assert all("slow on a GPU" in warning for warning in warnings)
