@@ -124,7 +124,6 @@ class Turn:
 
     The committed tokens are the slot's first `base_length` ids followed by `tail`; `base_hash` is
     `prefix_hash` of those first ids. `opening` is set on the first turn of an epoch and after SlotBehind.
-    `verified` lists the drafter's own node numbers that the target scored in the last round.
     """
 
     # The text of a session of which the worker holds the first part:
@@ -138,7 +137,6 @@ class Turn:
     base_hash: int
     tail: tuple[int, ...]
     opening: SessionParams | None = None
-    verified: tuple[int, ...] = ()
     max_wait_s: float | None = field(default=None, compare=False)
     """Seconds that a turn which opens its session may wait for a slot: 0 refuses at once, None is up to the worker."""
     time_left_s: float | None = field(default=None, compare=False)  # until its request is given up; None is never

@@ -85,7 +85,6 @@ class SessionContract:
 
     def next_turn(
         self,
-        verified: tuple[int, ...] = (),
         params: SessionParams | None = None,
         *,
         time_left_s: float | None = None,
@@ -111,7 +110,6 @@ class SessionContract:
             base_hash=history.hashes[num_held],
             tail=tuple(history.ids[num_held:]),
             opening=None if self.is_open else params or self.params,
-            verified=verified,
             max_wait_s=time_left_s if waits else 0.0,
             time_left_s=time_left_s,
         )

@@ -105,8 +105,6 @@ class Speculator:
         if self.tree.root_position < root_position:
             self.tree.begin_anew(root_position)
             self._is_kept = None
-            if self.draft is not None:
-                self.draft.scored = ()
             self._lookup.catch_up()
 
     def best(self, limit: Budget, tokens_per_s: float | None) -> list[int]:
@@ -124,7 +122,7 @@ class Speculator:
         self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False, commit: Verdict | None = None
     ) -> SpeculationInput:
         """Return `nodes`, which form a tree, as a round's input; a streaming target has made a `commit` of it."""
-        tree, depths, numbers = self.tree, self.tree.nodes.depths, self.tree.drafted.numbers
+        tree = self.tree
         if nodes:
             proposal = tree.nodes.proposal(nodes, first_node, tree.root_position, self.drafted)
         else:
@@ -133,8 +131,8 @@ class Speculator:
         waited_ms, self.waits.device_ms = self.waits.device_ms, 0.0
         task = self.background.task if self.background is not None else None
         self.is_concurrent = task is not None and not task.done()
-        node_depths, draft_numbers = [depths[node] for node in nodes], [numbers[node] for node in nodes]
-        return SpeculationInput(proposal, node_depths, draft_numbers, self._is_kept, is_looked_up, waited_ms, 0, commit)
+        depths = [tree.nodes.depths[node] for node in nodes]
+        return SpeculationInput(proposal, depths, self._is_kept, is_looked_up, waited_ms, 0, commit)
 
     # ---------------------------------------------------------------- the draft's answers
 
@@ -190,11 +188,7 @@ class Speculator:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
         token_ids, tree, stats, background = result.verdict.token_ids, self.tree, self.stats, self.background
         if self.draft is not None:
-            numbers, scored = result.speculation.draft_numbers, result.verdict.verified
-            if len(scored) < len(numbers):
-                first = result.speculation.proposal.first_node
-                numbers = [numbers[number - first] for number in scored]
-            self.draft.observe(tuple(filter(None, numbers)), result.verify_s)
+            self.draft.observe(result.verify_s)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             stats.observe_tree(tree, token_ids)
