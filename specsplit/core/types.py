@@ -47,13 +47,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", self.temperature, "between 0 and 100")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive number of tokens")
+        _require(0 <= self.top_k < 1 << 32, "top_k", self.top_k, "0 (off) or a number of tokens below 2^32")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "between -2 and 2")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
         repetition = self.repetition_penalty  # far less than its bound would turn logits into infinities
         _require(0.01 <= repetition <= 100, "repetition_penalty", repetition, "between 0.01 and 100")
-        for token_id, bias in self.logit_bias:
+        # There may be many biases, so sentences are made only for those that are wrong.
+        for token_id, bias in [each for each in self.logit_bias if not (each[0] >= 0 and abs(each[1]) <= MAX_BIAS)]:
             _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")
             _require(abs(bias) <= MAX_BIAS, "logit_bias", bias, f"between -{MAX_BIAS:g} and {MAX_BIAS:g}")
 

@@ -278,6 +278,7 @@ async def test_a_draft_with_a_shorter_context_leaves_the_rest_to_the_target() ->
         ({"seed": 1 << 64}, "seed"),
         ({"seed": -1}, "seed"),
         ({"choice": -1}, "choice"),
+        ({"choice": 1 << 32}, "choice"),
         ({"prompt_ids": (VOCAB_SIZE,)}, "vocabulary"),
         ({"prompt_ids": (-1, 5)}, "vocabulary"),
         ({"sampling": SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),))}, "logit_bias"),

@@ -292,6 +292,14 @@ def test_a_malformed_turn_is_refused_by_the_name_of_its_parameter(turn: common_p
     assert param is None or raised.value.param == param
 
 
+def test_the_largest_top_k_travels_and_no_larger_one_is_taken():
+    largest = SamplingParams(top_k=(1 << 32) - 1)
+    assert codec.decode_sampling(resent(codec.encode_sampling(largest))) == largest
+    with pytest.raises(InvalidRequest, match=r"top_k must be .* below 2\^32") as raised:
+        SamplingParams(top_k=1 << 32)
+    assert raised.value.param == "top_k"
+
+
 def test_a_turn_of_a_peer_that_still_names_scored_nodes_is_read():
     message = codec.encode_turn(FIRST)
     older = common_pb2.Turn.FromString(message.SerializeToString() + b"\x42\x02\x01\x02")  # field 8: nodes 1 and 2
