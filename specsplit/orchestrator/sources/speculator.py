@@ -15,9 +15,10 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
-from specsplit.speculation.lookup import LookupIndex, LookupTree
+from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.text_lookup import TextLookup
 from specsplit.speculation.token_tree import SpeculationTree
 
 _NOTHING_FOUND = LookupTree()
@@ -32,7 +33,7 @@ class Speculator:
         vocab_size: int,
         stats: SpeculationStats,
         draft: DraftClient | None,
-        lookup: LookupIndex | None,
+        lookup: TextLookup | None,
     ) -> None:
         self.tree = SpeculationTree(len(history) - 1, vocab_size, stats.acceptance)
         self.draft = draft
@@ -43,7 +44,7 @@ class Speculator:
         self.is_concurrent = False
         """Whether the draft is at work while the target verifies."""
         self.stats = stats
-        self._history, self._lookup = history, SessionLookup(lookup, history, stats)
+        self._history, self._lookup = history, SessionLookup(lookup, stats)
         self._loop = asyncio.get_running_loop()
         self._is_kept: bool | None = None
         """Whether the last verdict's tokens were all in the tree; None if nothing was drafted ahead."""
@@ -57,7 +58,7 @@ class Speculator:
 
     def look_up(self, limit: Budget) -> None:
         """Add lookup's nodes to the tree."""
-        if self._lookup.index is not None:
+        if self._lookup.text is not None:
             found = self._lookup.candidates(limit)
             self.tree.merge(found.nodes, found.cells)
 
@@ -211,6 +212,11 @@ class Speculator:
             if background is not None and task is not None:
                 background.cut()
 
+    def stop_reading(self) -> None:
+        """Read no more of a text that has ended."""
+        if self._lookup.text is not None:
+            self._lookup.text.close()
+
     async def close(self) -> None:
         """End what is under way and free the draft's slot."""
         if self.background is not None:
@@ -276,10 +282,10 @@ class SessionLookup:
     One round's tokens decide a trial, except in a stream: there it goes on until the text has left the tree.
     """
 
-    def __init__(self, index: LookupIndex | None, history: TokenHistory, stats: SpeculationStats) -> None:
-        self.index = index
+    def __init__(self, text: TextLookup | None, stats: SpeculationStats) -> None:
+        self.text = text
         """None if the session never looks up."""
-        self._history, self._stats = history, stats
+        self._stats = stats
         self._committed: list[int] = []
         """Tokens committed since lookup was asked."""
         self._longest_hit: int | None = None
@@ -293,8 +299,8 @@ class SessionLookup:
 
     def candidates(self, limit: Budget) -> LookupTree:
         """Return a tree of likely continuations of the committed tokens."""
-        assert self.index is not None, "asked only then"
-        found = self.index.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
+        assert self.text is not None, "asked only then"
+        found = self.text.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
         if self._found is None:
             self._found, self._committed = found, []
         return found
@@ -306,25 +312,24 @@ class SessionLookup:
 
     def is_worth_asking(self) -> bool:
         """Return whether a plain round looks up; `observe` counts what that brings."""
-        if self.index is None:
+        if self.text is None:
             return False
-        stats, longest_hit = self._stats, self.index.longest_hit
+        stats, longest_hit = self._stats, self.text.longest_hit
         is_asked = stats.lookup_yield.is_worth_asking(longest_hit, stats.turn_rounds)
         self._longest_hit = longest_hit if is_asked else None
         return is_asked
 
     def catch_up(self) -> None:
         """Take in what was committed while nothing was observed."""
-        if self.index is not None:
-            self.index.extend(self._history.ids[len(self.index) :])
+        if self.text is not None:
+            self.text.follow()
 
     def observe(self, token_ids: Sequence[int], num_accepted: int, *, is_plain: bool, waits_for_more: bool) -> None:
         """Take in what a round committed, and learn what its lookup brought; `waits_for_more` lets a trial go on.
 
         `is_plain` says that `auto` planned the round without nodes.
         """
-        if self.index is not None:
-            self.index.extend(token_ids)
+        self.catch_up()
         lookup_yield, found = self._stats.lookup_yield, self._found
         if self._longest_hit is not None:
             lookup_yield.observe(self._longest_hit, num_accepted)
