@@ -42,7 +42,7 @@ MAX_PRIORITY = 9
 
 # Token trees.
 MAX_NODES = 4096
-"""Nodes of a tree, numbers of verified nodes, and each limit of a budget or a stream; a worker's own is tighter."""
+"""Nodes of a tree, and each limit of a budget or a stream; a worker's own is tighter."""
 MAX_NUMBER = 1 << 31
 """Largest number of a node that a client may say it knows."""
 FIRST_FOUND = MAX_NUMBER + 1

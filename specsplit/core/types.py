@@ -47,13 +47,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(0 <= self.temperature <= 100, "temperature", self.temperature, "between 0 and 100")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive number of tokens")
+        _require(0 <= self.top_k < 1 << 32, "top_k", self.top_k, "0 (off) or a number of tokens below 2^32")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "between -2 and 2")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
         repetition = self.repetition_penalty  # far less than its bound would turn logits into infinities
         _require(0.01 <= repetition <= 100, "repetition_penalty", repetition, "between 0.01 and 100")
-        for token_id, bias in self.logit_bias:
+        # There may be many biases, so sentences are made only for those that are wrong.
+        for token_id, bias in [each for each in self.logit_bias if not (each[0] >= 0 and abs(each[1]) <= MAX_BIAS)]:
             _require(token_id >= 0, "logit_bias", token_id, "keyed by token ids of the vocabulary")
             _require(abs(bias) <= MAX_BIAS, "logit_bias", bias, f"between -{MAX_BIAS:g} and {MAX_BIAS:g}")
 
@@ -124,7 +125,6 @@ class Turn:
 
     The committed tokens are the slot's first `base_length` ids followed by `tail`; `base_hash` is
     `prefix_hash` of those first ids. `opening` is set on the first turn of an epoch and after SlotBehind.
-    `verified` lists the drafter's own node numbers that the target scored in the last round.
     """
 
     # The text of a session of which the worker holds the first part:
@@ -138,7 +138,6 @@ class Turn:
     base_hash: int
     tail: tuple[int, ...]
     opening: SessionParams | None = None
-    verified: tuple[int, ...] = ()
     max_wait_s: float | None = field(default=None, compare=False)
     """Seconds that a turn which opens its session may wait for a slot: 0 refuses at once, None is up to the worker."""
     time_left_s: float | None = field(default=None, compare=False)  # until its request is given up; None is never

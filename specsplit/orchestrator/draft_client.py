@@ -44,8 +44,6 @@ class DraftClient:
         self.contract = contract
         self.asked_s = 0.0
         """When the call began that was answered last."""
-        self.scored: tuple[int, ...] = ()
-        """The draft's nodes that the target scored last; the draft hears of them with the next call."""
         self._peer, self._retrier, self._stats = peer, retrier, stats
         self._loop = asyncio.get_running_loop()
         self._cooldown, self._verify = Cooldown(), _MeanVerify()
@@ -103,14 +101,14 @@ class DraftClient:
                 budget = replace(budget, max_new_nodes=draft.max_nodes)
         if (trouble := self.trouble) is not None:
             return trouble
-        asked_s, verified = self._loop.time(), () if is_probe else self.scored
+        asked_s = self._loop.time()
         wait_s = remaining_s = math.inf
         if is_waited_for:
             wait_s, remaining_s = self.wait_s(budget.max_depth), self._retrier.deadline_s - asked_s
         if wait_s == remaining_s == math.inf:
-            asking = self._call(budget, verified)
+            asking = self._call(budget)
         else:
-            asking = self._call_in_background(budget, verified, wait_s, remaining_s)
+            asking = self._call_in_background(budget, wait_s, remaining_s)
         if spans.is_on:
             nodes, depth = budget.max_new_nodes, budget.max_depth
             asking = spans.around(asking, "propose", _span_attributes, max_nodes=nodes, max_depth=depth)
@@ -119,18 +117,16 @@ class DraftClient:
             # The nodes of a late answer are not counted: nobody has them, so the draft is to offer them again.
             self._num_known_nodes = max(self._num_known_nodes, answer.first_node + len(answer.token_ids) - 1)
             self._cooldown.num_failures = self._peer.cooldown.num_failures = 0
-            self.scored, self.asked_s = (), asked_s
+            self.asked_s = asked_s
             self._stats.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
         return answer
 
-    async def _call_in_background(
-        self, budget: Budget, verified: tuple[int, ...], wait_s: float, remaining_s: float
-    ) -> Proposal | Reason:
+    async def _call_in_background(self, budget: Budget, wait_s: float, remaining_s: float) -> Proposal | Reason:
         """Wait for a call as long as it is worth it; beyond that it goes on by itself."""
         asked_s = self._loop.time()
         waiter: _Waiter = self._loop.create_future()
         # The call outlives our patience: a long prefill that was cut short would only begin again.
-        self._in_background = self._loop.create_task(self._answer(budget, verified, waiter))
+        self._in_background = self._loop.create_task(self._answer(budget, waiter))
         is_blamed = wait_s <= remaining_s
         timer = self._loop.call_later(min(wait_s, remaining_s), self.give_up, waiter, asked_s, is_blamed)
         try:
@@ -138,11 +134,11 @@ class DraftClient:
         finally:
             timer.cancel()
 
-    async def _answer(self, budget: Budget, verified: tuple[int, ...], waiter: _Waiter) -> None:
+    async def _answer(self, budget: Budget, waiter: _Waiter) -> None:
         """Give the draft's answer to whoever still waits for it."""
         answer: Proposal | Reason = "failed"
         try:
-            answer = await self._call(budget, verified)
+            answer = await self._call(budget)
         finally:
             self._in_background = None
             if not waiter.done():
@@ -157,7 +153,7 @@ class DraftClient:
                 self._peer.delay(asked_s, now_s)
             waiter.set_result("slow")
 
-    async def _call(self, budget: Budget, verified: tuple[int, ...]) -> Proposal | Reason:
+    async def _call(self, budget: Budget) -> Proposal | Reason:
         """Ask, and remember what the draft holds by then."""
         asked_s, num_raises, contract = self._loop.time(), 0, self.contract
         try:
@@ -165,7 +161,7 @@ class DraftClient:
                 # Without a slot the round goes on without the draft: nobody waits in a draft's queue.
                 opening = None if contract.is_open else self._opening()
                 left_s = None if opening is None else self._retrier.max_wait_s
-                turn = contract.next_turn(verified, opening, time_left_s=left_s, waits=False)
+                turn = contract.next_turn(opening, time_left_s=left_s, waits=False)
                 try:
                     proposal = await self._peer.drafter.propose(turn, self._num_known_nodes, budget)
                     break
@@ -173,7 +169,7 @@ class DraftClient:
                     num_raises += not isinstance(error, SlotBehind)
                     if num_raises > MAX_RAISES:
                         raise
-                    verified = await self._resume(error, turn)
+                    await self._resume(error, turn)
             contract.is_open, contract.num_behind = True, 0
             if proposal.timings.sent_bytes:
                 contract.count_bytes(proposal.timings)
@@ -183,16 +179,15 @@ class DraftClient:
         contract.num_held = turn.base_length + len(turn.tail)
         return proposal
 
-    async def _resume(self, error: SpecSplitError, turn: Turn) -> tuple[int, ...]:
-        """Agree with the draft again on where the session is; return the nodes that the next turn calls verified."""
+    async def _resume(self, error: SpecSplitError, turn: Turn) -> None:
+        """Agree with the draft again on where the session is."""
         if isinstance(error, SlotBehind):
             if error.have == 0 and turn.base_length > 0 and not error.is_preempted:
                 await self._peer.check()
             self.contract.fall_back(turn.base_length, error)
-            return turn.verified
-        self.contract.change_key(error)
-        self._raise_epoch()
-        return ()  # node numbers of the last epoch name nothing now
+        else:
+            self.contract.change_key(error)
+            self._raise_epoch()
 
     def _fail(self, error: Exception, asked_s: float) -> Reason:
         """Leave the draft alone for a while, this session or all of them, and begin anew with it after that."""
@@ -219,9 +214,8 @@ class DraftClient:
         """Let the draft offer these nodes again, since they came too late for the tree to have a place for them."""
         self._num_known_nodes = min(self._num_known_nodes, proposal.first_node - 1)
 
-    def observe(self, scored: tuple[int, ...], verify_s: float) -> None:
-        """Count a round: which of the draft's nodes were scored, how long the verify took."""
-        self.scored = scored
+    def observe(self, verify_s: float) -> None:
+        """Count a round by how long its verify took."""
         self._verify.observe(verify_s)
 
     async def close(self) -> None:

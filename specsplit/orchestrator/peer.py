@@ -22,6 +22,7 @@ from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replicas import Replicas
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.text_lookup import TextReader
 from specsplit.speculation.worker_times import DecodingSessions
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class TargetPeer:
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
         self.decoding = DecodingSessions()
+        self.lookup_reader = TextReader()
         self._ping_s = math.inf
         """The quickest ping so far."""
         self._stats: WeakKeyDictionary[object, dict[tuple[bool, bool], SpeculationStats]] = WeakKeyDictionary()

@@ -76,8 +76,8 @@ class Request:
             raise InvalidRequest(f"max_new_tokens must be at least 1, not {self.max_new_tokens}.", "max_new_tokens")
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise InvalidRequest(f"seed must be between 0 and 2^64 - 1, not {self.seed}.", param="seed")
-        if self.choice < 0:
-            raise InvalidRequest(f"choice must be 0 or more, not {self.choice}.", param="choice")
+        if not 0 <= self.choice < 1 << 32:
+            raise InvalidRequest(f"choice must be between 0 and 2^32 - 1, not {self.choice}.", param="choice")
         if "" in self.stop:
             raise InvalidRequest("A stop string is empty; leave it out or give it some text.", param="stop")
 

@@ -37,9 +37,9 @@ from specsplit.orchestrator.target_client import TargetClient
 from specsplit.orchestrator.text import Answer
 from specsplit.orchestrator.wire import Traffic, Wire
 from specsplit.speculation.cost_model import RoundMode
-from specsplit.speculation.lookup import LookupIndex
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner, stream_limits
+from specsplit.speculation.text_lookup import TextLookup
 
 _log = logging.getLogger(__name__)
 CLOSE_S = 1.0
@@ -107,7 +107,8 @@ class Session:
             if mode != "lookup" and context.draft is not None:
                 contract = SessionContract("draft", key, history, params, events)
                 self._draft = DraftClient(context.draft, contract, retrier, stats)
-            lookup = LookupIndex(history.ids, eos_ids=params.eos_ids) if speculation.lookup else None
+            reader = context.target.lookup_reader
+            lookup = TextLookup(reader, history.ids, params.eos_ids) if speculation.lookup else None
             self._speculator = Speculator(history, identity.vocab_size, stats, self._draft, lookup)
             sources = _sources(self._speculator, self._target, PlainSource(history))
 
@@ -184,6 +185,8 @@ class Session:
             else:
                 await to_its_end(self._close(is_failing=error is not None))
         finally:
+            if self._speculator is not None:
+                self._speculator.stop_reading()
             self.rounds.end_span(self._context.identity.model, len(self._request.prompt_ids))
 
     def _close_later(self) -> None:

@@ -6,6 +6,7 @@ Both clients keep one `SessionContract` each over one shared `TokenHistory`. Kno
 from __future__ import annotations
 
 import secrets
+import struct
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -23,20 +24,24 @@ CONTRACT_ERRORS = (SlotBehind, StaleRound, StaleEpoch, AccessDenied)
 """Errors by which a worker says that it holds another state than the turn claims; see docs/protocol.md."""
 
 
+_HASH_SPACING = 64
+"""Tokens from one prefix hash that is kept to the next: at most so many less one are hashed for a turn."""
+
+
 def session_key() -> str:
     """Return a key for a session, which nobody else can guess."""
     return secrets.token_hex(16)
 
 
 class TokenHistory:
-    """The token ids of a session, prompt first, and the hash of every prefix. It is the only truth about the text."""
+    """The token ids of a session, prompt first, and their prefix hashes. It is the only truth about the text."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.ids: list[int] = []
         self.largest = 0
         """The largest of the ids; a draft whose vocabulary has fewer cannot follow."""
-        self.hashes = [0]
-        """`hashes[n]` is the prefix hash of the first n tokens."""
+        self._hashes = [0]
+        """The prefix hashes of the first 0, 64, 128, ... tokens, as far as anybody asked."""
         self.extend(prompt_ids)
 
     def __len__(self) -> int:
@@ -44,11 +49,21 @@ class TokenHistory:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""
-        hashes = self.hashes
-        for token_id in token_ids:
-            hashes.append(crc32(token_id.to_bytes(4, "little"), hashes[-1]))
         self.ids.extend(token_ids)
         self.largest = max(self.largest, 0, *token_ids)
+
+    def prefix_hash(self, length: int) -> int:
+        """Return the prefix hash of the first `length` tokens; every turn asks for one, of a long text too."""
+        hashes, (count, rest) = self._hashes, divmod(length, _HASH_SPACING)
+        while len(hashes) <= count:
+            hashes.append(self._hash(len(hashes) * _HASH_SPACING, _HASH_SPACING))
+        return self._hash(length, rest)
+
+    def _hash(self, end: int, count: int) -> int:
+        """Return the prefix hash at `end` from the one that is kept `count` tokens before."""
+        start = end - count
+        packed = struct.pack(f"<{count}I", *self.ids[start:end])
+        return crc32(packed, self._hashes[start // _HASH_SPACING])
 
 
 class SessionContract:
@@ -85,7 +100,6 @@ class SessionContract:
 
     def next_turn(
         self,
-        verified: tuple[int, ...] = (),
         params: SessionParams | None = None,
         *,
         time_left_s: float | None = None,
@@ -108,10 +122,9 @@ class SessionContract:
             epoch=self.epoch,
             round=self.round,
             base_length=num_held,
-            base_hash=history.hashes[num_held],
+            base_hash=history.prefix_hash(num_held),
             tail=tuple(history.ids[num_held:]),
             opening=None if self.is_open else params or self.params,
-            verified=verified,
             max_wait_s=time_left_s if waits else 0.0,
             time_left_s=time_left_s,
         )

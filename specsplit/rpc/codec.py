@@ -133,7 +133,6 @@ def encode_turn(turn: Turn) -> common_pb2.Turn:
         base_hash=turn.base_hash,
         tail=turn.tail,
         opening=None if turn.opening is None else _encode_opening(turn.opening),
-        verified=turn.verified,
         max_wait_ms=_milliseconds(turn.max_wait_s) if turn.may_open else None,  # nothing else can wait for a slot
         time_left_ms=_milliseconds(turn.time_left_s) if turn.opening is not None else None,
     )
@@ -151,7 +150,6 @@ def decode_turn(message: common_pb2.Turn) -> Turn:
         InvalidRequest: a session key of no or too many characters, a list over its limit, or a wrong sampling value.
     """
     require_at_most(limits.MAX_TAIL, message.tail, "tail")
-    require_at_most(limits.MAX_NODES, message.verified, "verified")
     return Turn(
         session=decode_session(message.session),
         epoch=message.epoch,
@@ -160,7 +158,6 @@ def decode_turn(message: common_pb2.Turn) -> Turn:
         base_hash=message.base_hash,
         tail=tuple(message.tail),
         opening=_decode_opening(message.opening) if message.HasField("opening") else None,
-        verified=tuple(message.verified),
         max_wait_s=message.max_wait_ms / 1e3 if message.HasField("max_wait_ms") else None,
         time_left_s=message.time_left_ms / 1e3 if message.HasField("time_left_ms") else None,
     )

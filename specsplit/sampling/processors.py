@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import chain, count
 from typing import NamedTuple, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,10 +73,11 @@ def bias_row(params: SamplingParams, vocab_size: int, device: torch.device | str
     if not params.logit_bias:
         return None
     check_against_vocabulary(params, vocab_size)
-    row = torch.zeros(vocab_size)
-    for token_id, bias in params.logit_bias:
-        row[token_id] = bias
-    return row.to(device)
+    # One assignment for all: a mask may name most of the vocabulary, and the device's other sessions wait meanwhile.
+    biases = dict(params.logit_bias)
+    row = np.zeros(vocab_size, np.float32)
+    row[np.fromiter(biases, np.int64)] = np.fromiter(biases.values(), np.float32)
+    return torch.from_numpy(row).to(device)
 
 
 def check_against_vocabulary(params: SamplingParams, vocab_size: int) -> None:
@@ -84,11 +86,11 @@ def check_against_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidRequest: a biased token id lies outside the vocabulary.
     """
-    for token_id, _ in params.logit_bias:
-        if token_id >= vocab_size:
-            raise InvalidRequest(
-                f"logit_bias names token {token_id}; the vocabulary ends at {vocab_size - 1}.", param="logit_bias"
-            )
+    largest = max([token_id for token_id, _ in params.logit_bias], default=-1)
+    if largest >= vocab_size:
+        raise InvalidRequest(
+            f"logit_bias names token {largest}; the vocabulary ends at {vocab_size - 1}.", param="logit_bias"
+        )
 
 
 class CommittedIds(list[int]):

@@ -16,7 +16,7 @@ from specsplit.sampling.best import Best, best_sums
 from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
-from specsplit.sampling.processors import TokenCounts, bias_row, check_against_vocabulary, process_logits
+from specsplit.sampling.processors import TokenCounts, bias_row, process_logits
 from specsplit.sampling.row_search import found_in, search_of
 from specsplit.sampling.rows import as_array
 from specsplit.sampling.shortlist import best_of_shortlists, has_shortlist
@@ -27,12 +27,11 @@ class Sampler:
     """Logits to scores for one session: the same processors and the same noise on both workers."""
 
     def __init__(self, params: SessionParams, vocab_size: int, device: torch.device) -> None:
-        check_against_vocabulary(params.sampling, vocab_size)
         self.params = params
         sampling = params.sampling
+        self._bias = bias_row(sampling, vocab_size, device)  # refuses tokens that the vocabulary lacks
         self._sparse_noise = None if sampling.is_greedy else shared_noise(params.seed, params.choice, vocab_size)
         self._noise = None if sampling.is_greedy else NoiseRows(params.seed, params.choice, vocab_size, device)
-        self._bias = bias_row(sampling, vocab_size, device)
         self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
         self._uncut: SamplingParams | None = None
         """Without the cuts, where a shortlist makes them."""

@@ -68,6 +68,7 @@ def score(
     """
     token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
     values: list[TokenLogProb] = []
+    bias = bias_row(params.sampling, model.vocab_size, model.runner.device)
     with sessions.slots.borrowed(loan) as slot:
         for start in range(0, len(token_ids), MAX_STEP_ROWS):
             chunk = token_ids[start : start + MAX_STEP_ROWS]
@@ -76,7 +77,6 @@ def score(
             logits = yield SequenceInput(slot.index, start, chunk, num_logits=max(1, num_scored))
             if num_scored > 0:
                 wanted = scored[len(values) : len(values) + num_scored]
-                bias = bias_row(params.sampling, logits.shape[-1], logits.device)
                 values += token_log_probs(logits, wanted, bias, params.top_logprobs or 0)
     if not all(math.isfinite(value.log_prob) for value in values):
         raise no_numbers(model)

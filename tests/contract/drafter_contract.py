@@ -66,8 +66,7 @@ class DrafterContract(SessionContract[Drafter, Proposal]):
     async def test_numbers_go_on_from_round_to_round(self, worker: Drafter) -> None:
         script = Script()
         first = await worker.propose(script.first(), 0, WIDE)
-        turn = replace(script.turn(LONGER, len(PROMPT)), verified=tuple(numbered(first)))
-        second = await worker.propose(turn, len(first), WIDE)
+        second = await worker.propose(script.turn(LONGER, len(PROMPT)), len(first), WIDE)
         assert (second.first_node, second.root_position) == (len(first) + 1, len(LONGER) - 1)
 
     async def test_growing_ahead_adds_nodes_to_the_same_tree(self, worker: Drafter) -> None:

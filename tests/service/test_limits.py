@@ -114,7 +114,6 @@ OVER: dict[str, list[tuple[Make, str]]] = {
     "MAX_PRIORITY": [(of_turn("priority", lambda n: n), "priority")],
     "MAX_NODES": [
         (tree, "token_ids"),
-        (of_turn("verified", lambda n: [1] * n), "verified"),
         (lambda n: budget(max_new_nodes=n), "max_new_nodes"),
         (lambda n: budget(max_depth=n), "max_depth"),
         (lambda n: budget(max_branching=n), "max_branching"),

@@ -55,7 +55,7 @@ def test_the_largest_request_that_a_model_takes_fits_and_little_more(context: in
     biases = tuple((token_id, -0.1) for token_id in range(vocab_size))
     scored = calls.encode_score_request((vocab_size - 1,) * (context - 1), (1,), biases).ByteSize()
     params = SessionParams(SamplingParams(logit_bias=biases), eos_ids=(vocab_size - 1,) * 100)
-    turn = Turn("k" * 64, 1 << 31, 1 << 31, 0, 0, (vocab_size - 1,) * context, params, (1 << 31,) * 4096)
+    turn = Turn("k" * 64, 1 << 31, 1 << 31, 0, 0, (vocab_size - 1,) * context, params)
     tree = Proposal(1 << 31, context, (vocab_size - 1,) * 4096, (1,) * 4096, (-1.0,) * 4096)
     verified = calls.encode_verify_request(turn, tree).ByteSize()
     assert max(scored, verified) < largest_request(context, vocab_size) < 3 * max(scored, verified) + (1 << 20)

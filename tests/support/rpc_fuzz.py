@@ -17,7 +17,7 @@ _SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, logit
 _OPENING = SessionParams(_SAMPLING, seed=1 << 63, choice=2, prompt_length=4, eos_ids=(9, 300), max_tokens=64)
 _TURNS = (
     Turn("fuzzed", 1, 1, 0, 0, (5, 9, 2, 7), _OPENING),
-    Turn("fuzzed", 2, 70000, 4, 0xDEADBEEF, (5,), None, (1, 2, 300)),
+    Turn("fuzzed", 2, 70000, 4, 0xDEADBEEF, (5,)),
 )
 _TREES = (
     Proposal(1, 3),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.tree import path_to
@@ -268,6 +269,41 @@ def test_the_input_is_never_written_to(temperature: float) -> None:
     counts.sync([1, 2])
     process_logits(logits, params, counts.rows([[]]), bias_row(params, V))
     assert torch.equal(logits, before)
+
+
+class TorchCalls(TorchFunctionMode):
+    """Counts the calls of torch, assignments to elements included."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_biases_are_set_in_as_few_calls_as_one() -> None:
+    counts: list[int] = []
+    for num_biases in (1, 500):
+        with TorchCalls() as calls:
+            row = bias_row(SamplingParams(logit_bias=tuple((token_id, -2.5) for token_id in range(num_biases))), 600)
+        assert row is not None
+        assert row.tolist() == [-2.5] * num_biases + [0.0] * (600 - num_biases)
+        counts.append(calls.count)
+    assert counts[0] == counts[1]
+
+
+def test_of_two_biases_of_one_token_the_last_holds() -> None:
+    row = bias_row(SamplingParams(logit_bias=((1, 2.0), (0, 1.0), (1, 0.1))), 2)
+    assert row is not None
+    assert torch.equal(row, torch.tensor([1.0, 0.1]))
+
+
+@pytest.mark.parametrize("wrong", [(-1, 1.0), (7, 1e5), (7, float("nan"))], ids=str)
+def test_one_wrong_bias_among_many_is_named(wrong: tuple[int, float]) -> None:
+    value = wrong[0] if wrong[0] < 0 else wrong[1]
+    with pytest.raises(InvalidRequest, match=f"not {value}") as caught:
+        SamplingParams(logit_bias=(*((token_id, 1.0) for token_id in range(100)), wrong))
+    assert caught.value.param == "logit_bias"
 
 
 def test_bias_row_names_tokens_and_refuses_foreign_ones() -> None:

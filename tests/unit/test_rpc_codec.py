@@ -67,7 +67,6 @@ turns = st.builds(
     base_hash=uint32,
     tail=ids,
     opening=st.none() | openings,
-    verified=ids,
 )
 budgets = st.builds(Budget, st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096))
 timings = st.builds(
@@ -275,7 +274,6 @@ NAN, INFINITY = float("nan"), float("inf")
         (common_pb2.Turn(), "session"),
         (common_pb2.Turn(session="s" * 65), "session"),
         (common_pb2.Turn(session="s", tail=[1] * ((1 << 20) + 1)), "tail"),
-        (common_pb2.Turn(session="s", verified=[1] * 4097), "verified"),
         (common_pb2.Turn(session="s", opening={}), "sampling"),
         (common_pb2.Turn(session="s", opening={"sampling": {}}), "top_p"),
         (common_pb2.Turn(session="s", opening={"sampling": {"top_p": 1, "temperature": NAN}}), "temperature"),
@@ -292,6 +290,21 @@ def test_a_malformed_turn_is_refused_by_the_name_of_its_parameter(turn: common_p
     with pytest.raises(InvalidRequest) as raised:
         codec.decode_turn(turn)
     assert param is None or raised.value.param == param
+
+
+def test_the_largest_top_k_travels_and_no_larger_one_is_taken():
+    largest = SamplingParams(top_k=(1 << 32) - 1)
+    assert codec.decode_sampling(resent(codec.encode_sampling(largest))) == largest
+    with pytest.raises(InvalidRequest, match=r"top_k must be .* below 2\^32") as raised:
+        SamplingParams(top_k=1 << 32)
+    assert raised.value.param == "top_k"
+
+
+def test_a_turn_of_a_peer_that_still_names_scored_nodes_is_read():
+    message = codec.encode_turn(FIRST)
+    older = common_pb2.Turn.FromString(message.SerializeToString() + b"\x42\x02\x01\x02")  # field 8: nodes 1 and 2
+    assert codec.decode_turn(older) == FIRST
+    assert not common_pb2.Turn.DESCRIPTOR.fields_by_number.get(8), "the number is not used again"
 
 
 @pytest.mark.parametrize("name", ["max_new_nodes", "max_depth", "max_branching"])

@@ -16,16 +16,11 @@ from specsplit.speculation.round_plan import RoundPlan
 
 @record
 class SpeculationInput:
-    """A tree as the target gets it; entry i of every array is node `proposal.first_node + i`.
-
-    A node has one number on the target's link, which the proposal and the verdict use, and another on the draft's.
-    """
+    """A tree as the target gets it; entry i of every array is node `proposal.first_node + i`."""
 
     proposal: Proposal
     depths: Sequence[int] = ()
     """1 for the root's children."""
-    draft_numbers: Sequence[int] = ()
-    """The draft's numbers of the same nodes, 0 for one that only lookup proposes."""
     is_kept: bool | None = None
     """Whether the last verdict's tokens were in the tree that was drafted ahead; None if nothing was drafted ahead."""
     is_looked_up: bool = False

@@ -15,9 +15,10 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
-from specsplit.speculation.lookup import LookupIndex, LookupTree
+from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.text_lookup import TextLookup
 from specsplit.speculation.token_tree import SpeculationTree
 
 _NOTHING_FOUND = LookupTree()
@@ -32,7 +33,7 @@ class Speculator:
         vocab_size: int,
         stats: SpeculationStats,
         draft: DraftClient | None,
-        lookup: LookupIndex | None,
+        lookup: TextLookup | None,
     ) -> None:
         self.tree = SpeculationTree(len(history) - 1, vocab_size, stats.acceptance)
         self.draft = draft
@@ -43,7 +44,7 @@ class Speculator:
         self.is_concurrent = False
         """Whether the draft is at work while the target verifies."""
         self.stats = stats
-        self._history, self._lookup = history, SessionLookup(lookup, history, stats)
+        self._history, self._lookup = history, SessionLookup(lookup, stats)
         self._loop = asyncio.get_running_loop()
         self._is_kept: bool | None = None
         """Whether the last verdict's tokens were all in the tree; None if nothing was drafted ahead."""
@@ -57,7 +58,7 @@ class Speculator:
 
     def look_up(self, limit: Budget) -> None:
         """Add lookup's nodes to the tree."""
-        if self._lookup.index is not None:
+        if self._lookup.text is not None:
             found = self._lookup.candidates(limit)
             self.tree.merge(found.nodes, found.cells)
 
@@ -105,8 +106,6 @@ class Speculator:
         if self.tree.root_position < root_position:
             self.tree.begin_anew(root_position)
             self._is_kept = None
-            if self.draft is not None:
-                self.draft.scored = ()
             self._lookup.catch_up()
 
     def best(self, limit: Budget, tokens_per_s: float | None) -> list[int]:
@@ -124,7 +123,7 @@ class Speculator:
         self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False, commit: Verdict | None = None
     ) -> SpeculationInput:
         """Return `nodes`, which form a tree, as a round's input; a streaming target has made a `commit` of it."""
-        tree, depths, numbers = self.tree, self.tree.nodes.depths, self.tree.drafted.numbers
+        tree = self.tree
         if nodes:
             proposal = tree.nodes.proposal(nodes, first_node, tree.root_position, self.drafted)
         else:
@@ -133,8 +132,8 @@ class Speculator:
         waited_ms, self.waits.device_ms = self.waits.device_ms, 0.0
         task = self.background.task if self.background is not None else None
         self.is_concurrent = task is not None and not task.done()
-        node_depths, draft_numbers = [depths[node] for node in nodes], [numbers[node] for node in nodes]
-        return SpeculationInput(proposal, node_depths, draft_numbers, self._is_kept, is_looked_up, waited_ms, 0, commit)
+        depths = [tree.nodes.depths[node] for node in nodes]
+        return SpeculationInput(proposal, depths, self._is_kept, is_looked_up, waited_ms, 0, commit)
 
     # ---------------------------------------------------------------- the draft's answers
 
@@ -190,11 +189,7 @@ class Speculator:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
         token_ids, tree, stats, background = result.verdict.token_ids, self.tree, self.stats, self.background
         if self.draft is not None:
-            numbers, scored = result.speculation.draft_numbers, result.verdict.verified
-            if len(scored) < len(numbers):
-                first = result.speculation.proposal.first_node
-                numbers = [numbers[number - first] for number in scored]
-            self.draft.observe(tuple(filter(None, numbers)), result.verify_s)
+            self.draft.observe(result.verify_s)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             stats.observe_tree(tree, token_ids)
@@ -216,6 +211,11 @@ class Speculator:
             tree.begin_anew(len(self._history.ids) - 1)
             if background is not None and task is not None:
                 background.cut()
+
+    def stop_reading(self) -> None:
+        """Read no more of a text that has ended."""
+        if self._lookup.text is not None:
+            self._lookup.text.close()
 
     async def close(self) -> None:
         """End what is under way and free the draft's slot."""
@@ -282,10 +282,10 @@ class SessionLookup:
     One round's tokens decide a trial, except in a stream: there it goes on until the text has left the tree.
     """
 
-    def __init__(self, index: LookupIndex | None, history: TokenHistory, stats: SpeculationStats) -> None:
-        self.index = index
+    def __init__(self, text: TextLookup | None, stats: SpeculationStats) -> None:
+        self.text = text
         """None if the session never looks up."""
-        self._history, self._stats = history, stats
+        self._stats = stats
         self._committed: list[int] = []
         """Tokens committed since lookup was asked."""
         self._longest_hit: int | None = None
@@ -299,8 +299,8 @@ class SessionLookup:
 
     def candidates(self, limit: Budget) -> LookupTree:
         """Return a tree of likely continuations of the committed tokens."""
-        assert self.index is not None, "asked only then"
-        found = self.index.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
+        assert self.text is not None, "asked only then"
+        found = self.text.candidates(limit.max_new_nodes, limit.max_depth, limit.max_branching)
         if self._found is None:
             self._found, self._committed = found, []
         return found
@@ -312,25 +312,24 @@ class SessionLookup:
 
     def is_worth_asking(self) -> bool:
         """Return whether a plain round looks up; `observe` counts what that brings."""
-        if self.index is None:
+        if self.text is None:
             return False
-        stats, longest_hit = self._stats, self.index.longest_hit
+        stats, longest_hit = self._stats, self.text.longest_hit
         is_asked = stats.lookup_yield.is_worth_asking(longest_hit, stats.turn_rounds)
         self._longest_hit = longest_hit if is_asked else None
         return is_asked
 
     def catch_up(self) -> None:
         """Take in what was committed while nothing was observed."""
-        if self.index is not None:
-            self.index.extend(self._history.ids[len(self.index) :])
+        if self.text is not None:
+            self.text.follow()
 
     def observe(self, token_ids: Sequence[int], num_accepted: int, *, is_plain: bool, waits_for_more: bool) -> None:
         """Take in what a round committed, and learn what its lookup brought; `waits_for_more` lets a trial go on.
 
         `is_plain` says that `auto` planned the round without nodes.
         """
-        if self.index is not None:
-            self.index.extend(token_ids)
+        self.catch_up()
         lookup_yield, found = self._stats.lookup_yield, self._found
         if self._longest_hit is not None:
             lookup_yield.observe(self._longest_hit, num_accepted)

@@ -10,7 +10,6 @@ from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
 from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.orchestrator.target_client import TargetClient, renumbered
 from specsplit.speculation.round_plan import RoundPlan
-from specsplit.speculation.token_tree import UNNUMBERED
 from specsplit.telemetry import spans
 
 
@@ -115,8 +114,7 @@ def _with_found(speculation: SpeculationInput, found: Proposal, number_of: dict[
         parents=tuple(parents),
         log_probs=(*proposal.log_probs, *found.log_probs),
     )
-    draft_numbers = [*speculation.draft_numbers, *[UNNUMBERED] * len(found)]
-    return replace(speculation, proposal=whole, depths=depths, draft_numbers=draft_numbers, num_found=len(found))
+    return replace(speculation, proposal=whole, depths=depths, num_found=len(found))
 
 
 def _span_attributes(commit: Verdict) -> dict[str, spans.Attribute]:

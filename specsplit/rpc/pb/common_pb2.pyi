@@ -157,7 +157,6 @@ class Turn(_message.Message):
     BASE_HASH_FIELD_NUMBER: _builtins.int
     TAIL_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
-    VERIFIED_FIELD_NUMBER: _builtins.int
     MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
@@ -173,8 +172,6 @@ class Turn(_message.Message):
     def tail(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def opening(self) -> Global___SessionParams: ...
-    @_builtins.property
-    def verified(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -185,13 +182,12 @@ class Turn(_message.Message):
         base_hash: _builtins.int = ...,
         tail: _abc.Iterable[_builtins.int] | None = ...,
         opening: Global___SessionParams | None = ...,
-        verified: _abc.Iterable[_builtins.int] | None = ...,
         max_wait_ms: _builtins.int | None = ...,
         time_left_ms: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "_time_left_ms", b"_time_left_ms", "max_wait_ms", b"max_wait_ms", "opening", b"opening", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "_time_left_ms", b"_time_left_ms", "base_hash", b"base_hash", "base_length", b"base_length", "epoch", b"epoch", "max_wait_ms", b"max_wait_ms", "opening", b"opening", "round", b"round", "session", b"session", "tail", b"tail", "time_left_ms", b"time_left_ms", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms", "_time_left_ms", b"_time_left_ms", "base_hash", b"base_hash", "base_length", b"base_length", "epoch", b"epoch", "max_wait_ms", b"max_wait_ms", "opening", b"opening", "round", b"round", "session", b"session", "tail", b"tail", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_wait_ms: _TypeAlias = _typing.Literal["max_wait_ms"]  # noqa: Y015
     _WhichOneofArgType__max_wait_ms: _TypeAlias = _typing.Literal["_max_wait_ms", b"_max_wait_ms"]  # noqa: Y015
