@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, cast
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -19,10 +18,8 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
-from specsplit.core.progress import Progress, current_listener
-from specsplit.core.types import Proposal, Turn, Verdict
-from specsplit.limits import SMALL_BYTES
-from specsplit.rpc import calls, rounds
+from specsplit.core.types import Verdict
+from specsplit.rpc import rounds
 from specsplit.rpc.pb import common_pb2, target_pb2
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
@@ -30,52 +27,11 @@ from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeTarget, Faults
 from tests.support.processes import LIMIT_S
+from tests.support.rounds_streams import ROUNDS, Gated, round_of, serving_rounds, told
 from tests.support.rpc_servers import LOOPBACK, CountingProxy, duplex_status, verifier_at, wait_until
 
-ROUNDS = "/specsplit.v1.TargetService/Rounds"
 VERIFY = "/specsplit.v1.TargetService/VerifyDrafts"
 BAD = grpc.StatusCode.INVALID_ARGUMENT
-CALL_TIMEOUT_S = 0.6
-
-
-class Gated(FakeTarget):
-    """A target whose sessions each wait for a gate of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates: dict[str, asyncio.Event] = {}
-        self.waiting: list[str] = []
-
-    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
-        gate = self.gates.get(turn.session)
-        if gate is not None:
-            self.waiting.append(turn.session)
-            try:
-                await gate.wait()
-            finally:
-                self.waiting.remove(turn.session)
-        return await super().verify(turn, proposal)
-
-
-def request_of(turn: Turn) -> bytes:
-    return calls.encode_verify_request(turn, without_tree(turn)).SerializeToString()
-
-
-def round_of(call_id: int, turn: Turn | None = None, *, withdraws: bool = False) -> bytes:
-    if turn is not None:
-        return common_pb2.RoundCall(id=call_id, request=request_of(turn)).SerializeToString()
-    withdraw = common_pb2.Withdraw() if withdraws else None
-    return common_pb2.RoundCall(id=call_id, withdraw=withdraw).SerializeToString()
-
-
-async def read_all(call: Any) -> list[bytes]:
-    return [data async for data in call]
-
-
-async def told(call: Any) -> list[common_pb2.RoundAnswer]:
-    """Return all answers of a stream that the client has ended."""
-    await call.done_writing()
-    return [common_pb2.RoundAnswer.FromString(data) for data in await read_all(call)]
 
 
 async def test_a_round_does_not_wait_for_that_of_another_session():
@@ -211,42 +167,6 @@ async def test_too_many_rounds_are_refused_and_withdrawn_ones_make_room(
         assert len(await asyncio.gather(*running)) == 3
 
 
-async def test_a_stream_takes_a_large_round_as_its_first_alone():
-    async with (
-        serving(LOOPBACK, [TargetService(FakeTarget())]) as server,
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        call = channel.stream_stream(ROUNDS)()
-        large = Script([5] * (SMALL_BYTES + 8192)).first([5] * (SMALL_BYTES + 8192))
-        await call.write(round_of(1, Script().first()))
-        await call.write(round_of(2, large))
-        await call.write(round_of(3, Script().first()))
-        answers = {answer.id: answer for answer in await told(call)}
-        assert "open one for it" in status_pb2.Status.FromString(answers[2].status).message
-        assert answers[1].response
-        assert answers[3].response
-        call = channel.stream_stream(ROUNDS)()
-        await call.write(round_of(1, large))
-        (answer,) = await told(call)
-    assert "context" in status_pb2.Status.FromString(answer.status).message, "it reached the target"
-
-
-@asynccontextmanager
-async def serving_rounds(
-    serve: Callable[[AsyncIterator[bytes], Any], AsyncIterator[bytes]],
-) -> AsyncIterator[str]:
-    """Serve nothing but streams of rounds, in a way of the test's own."""
-    server = grpc.aio.server()
-    methods = {"Rounds": cast(Any, grpc.stream_stream_rpc_method_handler)(serve)}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("specsplit.v1.TargetService", methods)])
-    port = server.add_insecure_port(LOOPBACK)
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
 async def test_what_ends_the_stream_is_no_ones_own_mistake():
     async def refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         for _ in range(3):
@@ -347,63 +267,6 @@ async def test_a_drain_ends_idle_streams_and_answers_what_is_in_hand():
             await drain
         with pytest.raises(LinkError):
             await verifier.verify(turn, without_tree(turn))
-
-
-async def test_a_large_request_has_a_stream_of_its_own():
-    streams: list[list[int]] = []
-
-    async def listen(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
-        streams.append(own := [])
-        async for data in requests:
-            call = common_pb2.RoundCall.FromString(data)
-            request = calls.parse(target_pb2.VerifyDraftsRequest, call.request)
-            own.append(length := len(request.turn.tail))
-            verdict = calls.encode_verdict(Verdict((), (7,), length), Proposal(1, 0))
-            yield common_pb2.RoundAnswer(id=call.id, response=verdict.SerializeToString()).SerializeToString()
-
-    lengths = (6, SMALL_BYTES + 1, 7, SMALL_BYTES + 2, 8)
-    async with serving_rounds(listen) as address, verifier_at(address) as verifier:
-        for length in lengths:
-            turn = Script([5] * length).first([5] * length)
-            assert (await verifier.verify(turn, without_tree(turn))).length == length
-    assert streams == [[6, 7, 8], [SMALL_BYTES + 1], [SMALL_BYTES + 2]]
-
-
-class Patient(FakeTarget):
-    """Takes longer than a client waits for a silent target, and says that it is at work."""
-
-    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
-        listener = current_listener()
-        assert listener is not None
-        for done in range(8):
-            listener(Progress(done=done, total=8))
-            await asyncio.sleep(CALL_TIMEOUT_S / 3)
-        return await super().verify(turn, proposal)
-
-
-@pytest.mark.parametrize("length", [6, 2 * SMALL_BYTES], ids=["small", "large"])
-async def test_a_client_waits_for_a_target_that_tells_its_progress(length: int):
-    async with serving(LOOPBACK, [TargetService(Patient(context=1 << 20))]) as server:
-        async with verifier_at(server, call_timeout_s=CALL_TIMEOUT_S) as verifier:
-            turn = Script([5] * length).first([5] * length)
-            assert (await verifier.verify(turn, without_tree(turn))).length == length
-        assert server.num_running == 0
-
-
-async def test_closing_a_client_ends_its_large_round():
-    target = Gated()
-    async with serving(LOOPBACK, [TargetService(target)]) as server:
-        async with verifier_at(server) as verifier:
-            script = Script([5] * 2 * SMALL_BYTES)
-            target.gates[script.session] = asyncio.Event()
-            turn = script.first([5] * 2 * SMALL_BYTES)
-            waiting = [asyncio.create_task(verifier.verify(turn, without_tree(turn))) for _ in range(2)]
-            await wait_until(lambda: len(target.waiting) == 2)
-            waiting[0].cancel()
-            await wait_until(lambda: len(target.waiting) == 1)
-        with pytest.raises(WorkerUnreachable):
-            await waiting[1]
-        await wait_until(lambda: not target.waiting)
 
 
 @pytest.mark.parametrize(
