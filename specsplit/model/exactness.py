@@ -33,8 +33,11 @@ _FEW_PARAMETERS = 100_000_000
 _LAST = 24
 """Rows at the end of the proof's text that are compared one by one."""
 _CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")
-"""Variables that choose the libraries' kernels."""
+_LIMITS = (
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY"),
+)
+"""Variables that choose the libraries' kernels; oneDNN still reads its old names, too."""
 _FILE, _WIDTHS_FILE = "proofs.json", "widths.json"
 _VERSION = 5
 """Changes with the layout of forwards: the rows attended to, the parts of products, activations."""

@@ -278,10 +278,20 @@ def test_a_fingerprint_names_what_the_bits_follow_from(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.99.0")
         seen.add(fingerprint(torch.float32))
-    for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_CBWR", "COMPATIBLE"), ("ATEN_CPU_CAPABILITY", "default")):
+    variables = {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "DNNL_MAX_CPU_ISA": "AVX2",
+        "ONEDNN_DEFAULT_FPMATH_MODE": "BF16",
+        "DNNL_DEFAULT_FPMATH_MODE": "BF16",
+        "MKL_CBWR": "COMPATIBLE",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "default",
+    }
+    for name, value in variables.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             seen.add(fingerprint(torch.float32))
-    assert len(seen) == 8
+    assert len(seen) == 5 + len(variables)
     assert fingerprint(torch.float32) in seen
     assert all(len(digits) == 16 and int(digits, 16) >= 0 for digits in seen)
