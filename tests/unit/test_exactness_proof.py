@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
 
 
-def load(folder: Path, *, record: bool = False, dtype: str = "fp32", max_sessions: int = 2) -> Runner:
-    options: dict[str, Any] = {"record": record, "dtype": dtype, "max_sessions": max_sessions}
+def load(folder: Path, *, record: bool = False, dtype: str = "fp32", max_sessions: int = 2, **others: Any) -> Runner:
+    options: dict[str, Any] = {"record": record, "dtype": dtype, "max_sessions": max_sessions, **others}
     return load_model(str(folder), role="target", threads=1, **options).runner
 
 
@@ -71,6 +71,15 @@ def test_what_is_computed_otherwise_is_proved_for_itself(folder: Path, user_cach
     assert load(folder, dtype="bf16").num_forwards > UNPROVED
     assert load(save_model(tmp_path, FAMILIES["qwen3"](), seed=1, with_tokenizer=False)).num_forwards > UNPROVED
     assert list(proofs(user_cache).values()) == [""] * 4
+
+
+def test_few_or_short_slots_prove_nothing_for_more(folder: Path, user_cache: Path) -> None:
+    """With one slot there is no other session beside, and a short one holds less of the proof's text."""
+    slots = [(1, 32), (2, 32), (2, 64)]
+    for max_sessions, context in slots:
+        assert load(folder, max_sessions=max_sessions, context=context).num_forwards > UNPROVED
+    assert list(proofs(user_cache).values()) == [""] * len(slots)
+    assert load(folder, max_sessions=5, context=64).num_forwards == UNPROVED  # compared anew, not proved
 
 
 _DAMAGED = [b"", b"{", b"[1, 2]", b'"bits"', b"\xff\xfe\x00", b"null", b"{}", b"[" * 100_000]
