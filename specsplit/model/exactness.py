@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,8 +33,11 @@ _FEW_PARAMETERS = 100_000_000
 _LAST = 24
 """Rows at the end of the proof's text that are compared one by one."""
 _CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY")
-"""Variables that choose the libraries' kernels."""
+_LIMITS = (
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY"),
+)
+"""Variables that choose the libraries' kernels; oneDNN still reads its old names, too."""
 _FILE, _WIDTHS_FILE = "proofs.json", "widths.json"
 _VERSION = 5
 """Changes with the layout of forwards: the rows attended to, the parts of products, activations."""
@@ -104,7 +107,7 @@ def settle(runner: Provable) -> None:
         runner.exactness_reason = f"this machine has no packed products for {str(runner.dtype).removeprefix('torch.')}"
         return
     runner.numerics = fingerprint(runner.dtype)
-    key = digest(runner.numerics, runner.outline)
+    key = digest(runner.numerics, runner.outline, _extent(runner))
     proofs = Proofs(_FILE)
     reason = proofs.get(key)
     if reason is None:
@@ -143,12 +146,29 @@ def _has_invariant_rows(product: Product, kind: ProductKind, dtype: torch.dtype)
     return True
 
 
-def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
-    """Yield circumstances in which a row could differ, and whether it is the same there bit for bit."""
+class _Extent(NamedTuple):
+    """How far the trials go; few or short slots allow less."""
+
+    num_rows: int
+    """Tokens of the text."""
+    depth: int
+    """Tokens at its end that are computed alone and in a tree."""
+    has_others: bool
+    """Whether another session stands beside."""
+
+
+def _extent(runner: Provable) -> _Extent:
     is_small = (
         sum(kind.num_outputs * kind.num_inputs for kind in runner.products) * len(runner.cache.keys) < _FEW_PARAMETERS
     )
     num_rows = min(_PROOF_ROWS if is_small else _FEW_PROOF_ROWS, runner.context)
+    depth = min(8, num_rows - 1, (runner.cache.capacity - num_rows) // 2)
+    return _Extent(num_rows, depth, has_others=runner.cache.num_slots > 1)
+
+
+def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
+    """Yield circumstances in which a row could differ, and whether it is the same there bit for bit."""
+    num_rows, depth, has_others = _extent(runner)
     last = min(_LAST, num_rows)
     token_ids = torch.randint(runner.vocab_size, (num_rows,), generator=torch.Generator().manual_seed(2)).tolist()
     rows = runner.proof_rows([SequenceInput(0, 0, token_ids, num_logits=last)])
@@ -157,7 +177,6 @@ def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
     cut = _in_chunks(runner, token_ids, last)
     yield "in a prefill of another width", torch.equal(cut, rows) and _same(_memory(runner, num_rows), memory)
 
-    depth = min(8, num_rows - 1, (runner.cache.capacity - num_rows) // 2)
     base = num_rows - depth
     wanted = rows[last - depth :] if depth else rows[:0]
     alone = [runner.proof_rows([SequenceInput(0, base + row, [token_ids[base + row]])]) for row in range(depth)]
@@ -172,7 +191,7 @@ def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
         stored = [tensor[0, :, places] for tensor in (*runner.cache.keys, *runner.cache.values)]
         yield "in a tree", torch.equal(tree[1::2], wanted) and _same(stored, [row[:, base:] for row in memory])
 
-    if runner.cache.num_slots > 1 and depth:
+    if has_others and depth:
         other = SequenceInput(1, 0, token_ids[: min(9, num_rows)])
         both = runner.proof_rows([other, SequenceInput(0, base, token_ids[base:], num_logits=depth)])
         yield "beside other sessions", torch.equal(both[1:], wanted)

@@ -2,7 +2,7 @@
 
     rows of a slot:  [ committed tokens | tree of the last step | free )       borders: 0, length, ..., S
 
-Rollback sets `length`; nothing is ever cleared. A slot is address space: on a CPU a row takes memory once it is written
+Rollback sets `length` and clears nothing. A slot is address space: on a CPU a row takes memory once it is written
 to, until it is given back. Legend: L layers, S slot capacity, H KV heads, D head size.
 """
 
@@ -91,6 +91,15 @@ class KVCache:
         """Copy the first `count` rows of a slot to another one."""
         for block in self._blocks.values():
             block[:, target, :, :count] = block[:, source, :, :count]
+        self.clear_rows(target, count)
+
+    def clear_rows(self, slot: int, start: int) -> None:
+        """Clear the rows of a slot from `start` on that are in sight of the row before, whatever session left them.
+
+        The next token attends to them without clearing them. They are hidden, but one that is infinite would count.
+        """
+        for block in self._blocks.values():
+            block[:, slot, :, start : slot_rows(start)] = 0
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Copy rows `sources` (ascending) of a slot to rows start, start + 1, ... of it."""

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
-from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged, OutOfMemory
+from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import exactness, memory, processor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
-from specsplit.model.comparisons import Comparisons, comparisons_of
+from specsplit.model.comparisons import comparisons_of
 from specsplit.model.draft_vocab import kept_ids, trim_head
-from specsplit.model.files import lay_out, load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
+from specsplit.model.files import load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
 from specsplit.model.identity import Stamps, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading
 from specsplit.model.meanwhile import Meanwhile
 from specsplit.model.memory_size import MemorySize
-from specsplit.model.probe import ProbeResult, check_against_eager, eager_logits, probe, refuse_by_config, trying
-from specsplit.model.rope import fix_longrope
+from specsplit.model.packing import check_and_pack
+from specsplit.model.probe import ProbeResult, probe, refuse_by_config
+from specsplit.model.rope import fix_positions, has_long_factors, with_factors
 from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, model_folder, resolve
 from specsplit.model.threads import choose_threads
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, rounded_hash, weight_format
-from specsplit.model.wide_spans import span_rows
 
 Role = Literal["draft", "target"]
 Progress = Callable[[str, float], None]
@@ -46,8 +46,6 @@ so few inputs takes longer to begin in bf16 than in fp32; in wider models a long
 DEFAULT_NODE_LIMIT = 128
 """Tree rows behind a slot's committed tokens."""
 _TIMED_ROWS = 5
-_TRANSFORMERS = "transformers"
-"""The comparison of a model's logits with those of transformers' eager attention."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -125,6 +123,9 @@ class LoadedModel(Loaded):
     tokenizer_files: TokenizerFiles | None = None
     """The files as they were at load; None without a tokenizer."""
     weights_hash: str = ""
+    """Hash of the weight files and of the format that they were rounded to."""
+    has_long_factors: bool = False
+    """Whether the context is beyond the original one of a `longrope` model (`rope`)."""
     is_context_shortened: bool = False
     """Whether the context is what the KV memory holds, and not what the model was made for."""
 
@@ -138,7 +139,7 @@ class LoadedModel(Loaded):
             context=self.context,
             max_nodes=self.node_limit,
             tokenizer_hash=self.tokenizer_files.hash if self.tokenizer_files else "",
-            weights_hash=self.weights_hash,
+            weights_hash=with_factors(self.weights_hash, has_long=self.has_long_factors),
             dtype=self.dtype,
             device=str(self.runner.device),
             exactness=self.runner.exactness,
@@ -182,12 +183,10 @@ def load_model(
         probed = probe(model)
         wanted = _kv_request(config, options, name)
         plan = plan_slots(model, probed, wanted)
-        fix_longrope(model, plan.context)
+        fix_positions(model, plan.context)
         runner = Runner(EagerBackend(model, probed, kept), allocate(model, probed, plan), plan.context)
         comparisons = comparisons_of(model, path, stamps, form, kept, plan.context, plan.node_limit, plan.num_slots)
-        if not comparisons.has(_TRANSFORMERS):
-            reading.result()  # a broken one shows before the long first load
-        _check_and_pack(runner, kept, form, name, comparisons)
+        check_and_pack(runner, kept, form, name, comparisons, reading.result)
         report("recording", 0.85)
         if options.get("record", True):
             runner.record(comparisons, reading.start)
@@ -202,6 +201,7 @@ def load_model(
         max_sessions=plan.num_slots,
         tokenizer=tokenizer,
         context=plan.context,
+        has_long_factors=has_long_factors(config, plan.context),
         node_limit=plan.node_limit,
         eos_ids=eos_ids,
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
@@ -211,29 +211,6 @@ def load_model(
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
     )
-
-
-def _check_and_pack(
-    runner: Runner, kept: Sequence[int] | None, form: WeightFormat | None, name: str, comparisons: Comparisons
-) -> None:
-    """Pack the weights of a model, and check its logits, those of the tokens kept, against transformers' own.
-
-    What was compared here before, with the very files, is only packed.
-    """
-    if comparisons.has(_TRANSFORMERS):
-        pack(runner, form, lambda: None)
-        return
-    # Distinct ids, so that a wrong position or mask cannot cancel out.
-    token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(24, runner.context))]
-    truth = eager_logits(runner.model, token_ids)
-
-    def check() -> None:
-        with trying(runner.model):
-            ours = runner.forward([SequenceInput(0, 0, token_ids, num_logits=len(token_ids))])[0]
-        check_against_eager(ours if kept is None else ours[:, kept], truth, name)
-
-    pack(runner, form, check)
-    comparisons.add(_TRANSFORMERS)
 
 
 def _trimmed(
@@ -372,29 +349,3 @@ def allocate(model: PreTrainedModel, probed: ProbeResult, plan: KVPlan) -> KVCac
     except (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError) as error:
         per_token = KVCache.bytes_per_token(shapes, model.dtype)
         raise memory.out_of_memory(per_token, plan.context, plan.node_limit, plan.num_slots, model.device) from error
-
-
-def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -> None:
-    """Pack the weights where this machine can; else lay them out as its own products read them best.
-
-    `check` compares the runner's rows with the truth of the checkpoint's weights. If those are rounded to a format, it
-    is called before.
-    """
-    if form is not None:
-        check()
-    if runner.device.type == "cpu":
-        try:
-            runner.pack(exactness.product_width(runner.dtype), form)
-        except (RuntimeError, MemoryError) as error:
-            if memory.is_exhausted(error):  # some of the model's own copies are gone, so it is of no use
-                words = "The memory ran out while the weights were packed; use a smaller model or --dtype int8."
-                raise OutOfMemory(words) from error
-            if form is not None:
-                raise DeviceUnavailable(f"This processor packs no weights, which {form} needs.") from error
-            lay_out(runner.model)
-        else:
-            runner.widen_spans(span_rows(runner.attention_layers, runner.dtype, runner.context))
-    elif form is not None:
-        runner.round(form)
-    if form is None:
-        check()

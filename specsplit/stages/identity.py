@@ -114,7 +114,8 @@ class ExpectedChain:
         if not same:
             raise PeerMismatch(
                 f"{peer} has another model ({identity.model}, config {identity.config_hash}) than the coordinator "
-                f"({self.model}, config {self.config_hash})."
+                f"({self.model}, config {self.config_hash}); give both the same files, and with longrope the same "
+                "--context."
             )
         if identity.dtype != self.dtype:
             raise PeerMismatch(f"{peer} computes in {identity.dtype}, not in {self.dtype}; give both the same --dtype.")

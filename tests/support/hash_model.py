@@ -92,6 +92,12 @@ class HashCache:
     def copy_rows(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` rows of a slot to another one."""
         self.rows[target][:count] = self.rows[source][:count]
+        self.clear_rows(target, count)
+
+    def clear_rows(self, slot: int, start: int) -> None:
+        """Lose the rows from `start` on that share a block with the row before."""
+        stop = self.rows_for(start)
+        self.rows[slot][start:stop] = [GARBAGE] * (stop - start)
 
     def move_rows(self, slot: int, sources: Sequence[int], start: int) -> None:
         """Copy rows `sources` (ascending) of a slot to rows start, start + 1, ... of it, all at once."""

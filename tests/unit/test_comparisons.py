@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specsplit.core.errors import ModelDamaged
-from specsplit.model import comparisons, loader
+from specsplit.model import comparisons, loader, packing
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends import recorded_cpu
 from specsplit.model.identity import require_unchanged, weight_stamps
@@ -42,7 +42,7 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note every comparison that is computed."""
     seen: list[str] = []
-    check, reproduces = loader.check_against_eager, recorded_cpu.reproduces
+    check, reproduces = packing.check_against_eager, recorded_cpu.reproduces
 
     def noted_check(*args: Any) -> None:
         seen.append("transformers")
@@ -52,7 +52,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("recording" if len(shapes) > 1 else ONE_STEP)
         return reproduces(recorded, eager, make_step, shapes, **named)
 
-    monkeypatch.setattr(loader, "check_against_eager", noted_check)
+    monkeypatch.setattr(packing, "check_against_eager", noted_check)
     monkeypatch.setattr(recorded_cpu, "reproduces", noted_reproduces)
     return seen
 

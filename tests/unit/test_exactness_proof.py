@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
 
 
-def load(folder: Path, *, record: bool = False, dtype: str = "fp32", max_sessions: int = 2) -> Runner:
-    options: dict[str, Any] = {"record": record, "dtype": dtype, "max_sessions": max_sessions}
+def load(folder: Path, *, record: bool = False, dtype: str = "fp32", max_sessions: int = 2, **others: Any) -> Runner:
+    options: dict[str, Any] = {"record": record, "dtype": dtype, "max_sessions": max_sessions, **others}
     return load_model(str(folder), role="target", threads=1, **options).runner
 
 
@@ -46,8 +46,8 @@ def proofs(user_cache: Path) -> dict[str, str]:
     return json.loads((user_cache / "proofs.json").read_text())
 
 
-UNPROVED = 1
-"""Forwards of a load that finds its proof in the cache, at most: the comparison with transformers."""
+UNPROVED = 3
+"""Forwards of a load that finds its proof in the cache, at most: the comparison with transformers, in three parts."""
 
 
 def test_a_proof_is_done_once(folder: Path, user_cache: Path, tmp_path: Path) -> None:
@@ -71,6 +71,15 @@ def test_what_is_computed_otherwise_is_proved_for_itself(folder: Path, user_cach
     assert load(folder, dtype="bf16").num_forwards > UNPROVED
     assert load(save_model(tmp_path, FAMILIES["qwen3"](), seed=1, with_tokenizer=False)).num_forwards > UNPROVED
     assert list(proofs(user_cache).values()) == [""] * 4
+
+
+def test_few_or_short_slots_prove_nothing_for_more(folder: Path, user_cache: Path) -> None:
+    """With one slot there is no other session beside, and a short one holds less of the proof's text."""
+    slots = [(1, 32), (2, 32), (2, 64)]
+    for max_sessions, context in slots:
+        assert load(folder, max_sessions=max_sessions, context=context).num_forwards > UNPROVED
+    assert list(proofs(user_cache).values()) == [""] * len(slots)
+    assert load(folder, max_sessions=5, context=64).num_forwards == UNPROVED  # compared anew, not proved
 
 
 _DAMAGED = [b"", b"{", b"[1, 2]", b'"bits"', b"\xff\xfe\x00", b"null", b"{}", b"[" * 100_000]
@@ -278,10 +287,20 @@ def test_a_fingerprint_names_what_the_bits_follow_from(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.99.0")
         seen.add(fingerprint(torch.float32))
-    for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_CBWR", "COMPATIBLE"), ("ATEN_CPU_CAPABILITY", "default")):
+    variables = {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "DNNL_MAX_CPU_ISA": "AVX2",
+        "ONEDNN_DEFAULT_FPMATH_MODE": "BF16",
+        "DNNL_DEFAULT_FPMATH_MODE": "BF16",
+        "MKL_CBWR": "COMPATIBLE",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "default",
+    }
+    for name, value in variables.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             seen.add(fingerprint(torch.float32))
-    assert len(seen) == 8
+    assert len(seen) == 5 + len(variables)
     assert fingerprint(torch.float32) in seen
     assert all(len(digits) == 16 and int(digits, 16) >= 0 for digits in seen)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,24 @@ async def test_reused_rows_give_the_bits_of_fresh_ones(family: str, dtype: str):
         for _ in range(2):  # the second time from the slot that the first one left, and past its end
             assert await verdicts(target, turned, params, expected, 1) == fresh
         assert target.statistics().sessions.num_reused_tokens >= 70 + len(turned) - 1
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_what_a_stranger_left_behind_reused_rows_does_not_count(*, is_full: bool):
+    """Keys that overflowed are infinite; rows are copied to a free slot, without any the slot itself is taken over."""
+    prompt = random_prompt(60)
+    turned = [*prompt, 5, 6, 7]
+    async with Served("off", copy=3) as target:
+        truth = (await answer(target, turned)).ids
+    async with Served("all", copy=3) as target:
+        await answer(target, [*prompt, 8], caller="anna")
+        for token_id in range(2 * is_full):
+            await answer(target, [token_id] * 40, caller="anna")
+        cache = load(copy=3).runner.cache
+        for tensor in (*cache.keys, *cache.values):
+            tensor[:, :, len(prompt) :] = torch.inf
+        told = await answer(target, turned, caller="boris")
+        assert (told.ids, told.num_reused) == (truth, len(prompt))
 
 
 async def test_a_prompt_that_goes_on_elsewhere_leaves_the_slot_to_others():

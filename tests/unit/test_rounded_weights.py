@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from specsplit.cli import doctor
 from specsplit.core.errors import DeviceUnavailable, ModelUnsupported
@@ -126,6 +130,41 @@ def test_the_engine_that_others_pack_for_stays() -> None:
     before = torch.backends.quantized.engine
     product_of("int8", randn(16, 16))
     assert torch.backends.quantized.engine == before
+
+
+class Halfway(TorchFunctionMode):
+    """Holds its thread between the rounding and the packing of a weight."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.__name__ == "_make_per_channel_quantized_tensor":
+            self._wait()
+        return made
+
+
+def test_a_thread_that_has_packed_leaves_the_engine_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    product_of("int8", randn(16, 16))
+    if "onednn" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this machine has one engine")
+    monkeypatch.setattr(torch.backends.quantized, "engine", "onednn")
+    weight, first_is_inside, second_is_inside = randn(48, 96), Event(), Event()
+
+    def packed(wait: Callable[[], object]) -> Product:
+        with Halfway(wait):
+            return int8_product(weight)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(packed, lambda: (first_is_inside.set(), second_is_inside.wait(30)))
+        assert first_is_inside.wait(30)
+        second = pool.submit(packed, lambda: (second_is_inside.set(), first.result(30)))
+        products = [first.result(30), second.result(30)]
+    rows = randn(2, 96)
+    assert torch.equal(products[0](rows), products[1](rows))
+    assert torch.backends.quantized.engine == "onednn"
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:

@@ -167,6 +167,15 @@ async def test_a_higher_epoch_takes_over_what_is_committed_and_nothing_else(stag
     assert_equal((await ask(stage, packet(4, share(0, 4, 4, 104, epoch=2))))[-1], await straight(8))
 
 
+async def test_what_a_later_epoch_forgets_does_not_count_though_it_is_infinite(stage: StageEngine) -> None:
+    await ask(stage, packet(1, share(0, 0, 7, 100)))
+    await ask(stage, packet(2, share(0, 7, 2, 107, keep=KeepList(1, tuple(range(7))))))
+    cache = _shards["middle"].runner.cache
+    for block in (*cache.keys, *cache.values):
+        block[0, :, 7:] = torch.inf
+    assert_equal((await ask(stage, packet(3, share(0, 7, 1, 107, epoch=2))))[-1], await straight(8))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 async def test_hidden_states_that_are_not_finite_are_refused(stage: StageEngine, value: float) -> None:
     await ask(stage, packet(1, share(0, 0, 4, 100)))

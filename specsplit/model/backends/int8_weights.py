@@ -9,9 +9,9 @@ Legend: N outputs, K inputs, R rows.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +28,36 @@ _PIECE_ROWS = 256
 """Rows of a weight that are rounded in one go."""
 _ops: Any = torch.ops.quantized
 _torch: Any = torch
+
+
+class _Fbgemm:
+    """Has torch pack for FBGEMM while any thread is inside: the engine of its choice may not take our own scales.
+
+    The engine and the filters of warnings are the process's. If each thread set and restored them, one that leaves
+    would take them from another that packs.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._num_inside, self._restore = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside == 1:
+                self._restore.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore", UserWarning)  # tensors of bytes are deprecated, not gone: docs/adr/0025
+                engines: Any = torch.backends.quantized
+                self._restore.callback(setattr, engines, "engine", engines.engine)
+                engines.engine = "fbgemm"
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._restore.close()
+
+
+_fbgemm = _Fbgemm()
 
 
 def _int8_product(
@@ -86,22 +116,8 @@ def int8_decoded(codes: Tensor, scales: Tensor) -> Tensor:
 
 def _packed(codes: Tensor, scales: Tensor) -> Any:
     zeros = torch.zeros(len(scales), dtype=torch.long)
-    with _fbgemm():
+    with _fbgemm:
         return _ops.linear_prepack(_torch._make_per_channel_quantized_tensor(codes, scales.double(), zeros, 0), None)
-
-
-@contextmanager
-def _fbgemm() -> Generator[None]:
-    """Pack for FBGEMM: the engine of torch's choice may have no product that takes our own scales."""
-    engines: Any = torch.backends.quantized
-    before = engines.engine
-    engines.engine = "fbgemm"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # tensors of bytes are deprecated, not gone: docs/adr/0025
-            yield
-    finally:
-        engines.engine = before
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket
-from specsplit.model.attention.paths import slot_rows
 from specsplit.stages.chain.stage_slot import StageSlot
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.shard.payload import from_payload, payload_type, to_payload, torch_dtype
@@ -71,7 +70,7 @@ def import_slot(shard: LoadedShard, slot: StageSlot, state: SlotState) -> None:
             raise InvalidPacket("The rows of an exported slot are not finite.")
         for block, part in zip(blocks, values.split(sizes), strict=True):
             block[slot.index, :, :rows] = part.view(block.shape[1], rows, block.shape[3])
-            block[slot.index, :, rows : slot_rows(rows)] = 0  # the first rows behind are in sight, though hidden
+        shard.runner.cache.clear_rows(slot.index, rows)
     slot.take_over(state)
 
 

@@ -94,6 +94,7 @@ class StageSlot:
         # anything, and the coordinator has given the rows of the last session to others.
         self.epoch, self.pending, self.length = epoch, None, min(self.length, start)
         del self.hashes[start:], self.ids[start:]
+        cache.clear_rows(self.index, start)
         if self._has_more(num_needed, cache):
             cache.return_rows(self.index, cache.rows_for(num_needed))
             self._num_written = num_needed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +13,13 @@ from specsplit.model.files import load_config, load_tokenizer, tokenizer_files
 from specsplit.model.identity import has_weights, weights_hash
 from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, LoadedModel, as_context, as_dtype
 from specsplit.model.probe import refuse_by_config
+from specsplit.model.rope import has_long_factors, with_factors
 from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, model_folder, resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.weight_format import WeightFormat, rounded_hash, weight_format
 from specsplit.stages.shard.outline import find_outline
+from specsplit.stages.shard.weights import file_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class ChainModel:
     weights_hash: str
     """Hash of the weights; empty where they are not all here."""
     config_hash: str
-    """Hash of config.json, as a LoadedShard has it."""
+    """Hash of config.json and of which factors `longrope` takes, as a LoadedShard has it."""
+    has_long_factors: bool
     model_revision: str
 
     def loaded(self, runner: Runner) -> LoadedModel:
@@ -60,6 +62,7 @@ class ChainModel:
             weight_format=self.weight_format,
             tokenizer_files=self.tokenizer_files,
             weights_hash=self.weights_hash,
+            has_long_factors=self.has_long_factors,
             model_revision=self.model_revision,
         )
 
@@ -89,7 +92,8 @@ def load_chain_model(
     computed, form = as_dtype(dtype, torch.device("cpu"), config), weight_format(dtype)
     assert isinstance(computed, torch.dtype), "a CPU computes in a dtype that is known"
     tokenizer, eos_ids = load_tokenizer(path, name, config)
-    folder = model_folder(path)
+    folder, context = model_folder(path), as_context(config, context, DEFAULT_CONTEXT, name)
+    has_long = has_long_factors(config, context)
     return ChainModel(
         name=name,
         num_layers=outline.num_layers,
@@ -97,14 +101,15 @@ def load_chain_model(
         vocab_size=config.get_text_config().vocab_size,
         dtype=computed,
         weight_format=form,
-        context=as_context(config, context, DEFAULT_CONTEXT, name),
+        context=context,
         max_sessions=max_sessions,
         node_limit=node_limit,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         tokenizer_files=tokenizer_files(folder, name, tokenizer),
         weights_hash=rounded_hash(_hash(folder, name), form),
-        config_hash=_config_hash(folder, name),
+        config_hash=with_factors(_config_hash(folder, name), has_long=has_long),
+        has_long_factors=has_long,
         model_revision=commit_of(folder),
     )
 
@@ -119,6 +124,6 @@ def _hash(folder: Path | None, name: str) -> str:
 
 def _config_hash(folder: Path | None, name: str) -> str:
     try:
-        return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16] if folder is not None else ""
+        return file_hash(folder / "config.json") if folder is not None else ""
     except OSError as error:
         raise ModelDamaged(f"The config of {name} cannot be read again ({error.strerror}).") from error

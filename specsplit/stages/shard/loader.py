@@ -8,7 +8,6 @@ Legend: T tokens of the step, H hidden size, V vocabulary, R rows whose logits a
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -35,19 +34,19 @@ from specsplit.model.loader import (
     as_context,
     as_device,
     as_dtype,
-    pack,
     plan_slots,
 )
 from specsplit.model.loading import loading
 from specsplit.model.memory_size import MemorySize
+from specsplit.model.packing import pack, parts_of
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
-from specsplit.model.rope import fix_longrope
+from specsplit.model.rope import fix_positions, has_long_factors, with_factors
 from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, resolve
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import WeightFormat, rounded_hash, weight_format
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
-from specsplit.stages.shard.weights import Checkpoint, load_shard_weights, select, shard_hash, tensors_hash
+from specsplit.stages.shard.weights import Checkpoint, file_hash, load_shard_weights, select, shard_hash, tensors_hash
 
 __all__ = [
     "LoadedShard",
@@ -248,7 +247,7 @@ class LoadedShard(Loaded):
     weights_hash: str
     """Hash of the tensors that were read, `shard_hash` of the same files, and of the format they were rounded to."""
     config_hash: str
-    """Hash of the model's config.json."""
+    """Hash of the model's config.json and of which factors `longrope` takes."""
     read_bytes: int
     """Bytes of the tensors read from the files."""
 
@@ -315,7 +314,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
         context = as_context(config, options.context, DEFAULT_CONTEXT, name)
         checkpoint, form = Checkpoint(path, name), weight_format(options.dtype)
         model, read = load_shard_weights(checkpoint, outline, held, as_dtype(options.dtype, device, config), device)
-        fix_longrope(model, context)
+        fix_positions(model, context)
         with translated(path, name):
             runners = [_runner(model, outline, spec, name, context, options) for spec in specs]
     return [
@@ -331,7 +330,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
             weight_format=form,
             weights_hash=rounded_hash(tensors_hash(checkpoint, select(outline, checkpoint.tensors, spec)), form),
             model_revision=commit_of(checkpoint.config_file().parent),
-            config_hash=hashlib.sha256(checkpoint.config_file().read_bytes()).hexdigest()[:16],
+            config_hash=with_factors(file_hash(checkpoint.config_file()), has_long=has_long_factors(config, context)),
             read_bytes=sum(read.values()),
         )
         for spec, runner in zip(specs, runners, strict=True)
@@ -392,9 +391,11 @@ class _RowsCheck:
         Raises:
             ModelDamaged, ModelUnsupported.
         """
-        runner, num_tokens = self._runner, self._source.shape[1]
-        if runner.spec.has_embedding:
-            ours = runner.rows([SequenceInput(0, 0, self._source[0].tolist(), num_logits=num_tokens)])
-        else:
-            ours = runner.rows([hidden_entry(0, 0, num_tokens, num_logits=num_tokens)], self._source[0])
-        check_against_eager(ours, self._truth, f"{name} ({runner.spec})")
+        runner, ours = self._runner, list[Tensor]()
+        for first, stop in parts_of(self._source.shape[1]):
+            part, count = self._source[0, first:stop], stop - first
+            if runner.spec.has_embedding:
+                ours.append(runner.rows([SequenceInput(0, first, part.tolist(), num_logits=count)]))
+            else:
+                ours.append(runner.rows([hidden_entry(0, first, count, num_logits=count)], part))
+        check_against_eager(torch.cat(ours), self._truth, f"{name} ({runner.spec})")

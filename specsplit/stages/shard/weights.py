@@ -183,6 +183,11 @@ def _let_go_of_files(model: PreTrainedModel) -> None:
                 parameter.data = parameter.data.clone()
 
 
+def file_hash(path: Path) -> str:
+    """Return the hash of a whole file, which is a small one."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_DIGITS]
+
+
 def shard_hash(folder: str | Path, spec: ShardSpec) -> str:
     """Return the hash of a stage's tensors as the files in `folder` hold them, without loading a model.
 
