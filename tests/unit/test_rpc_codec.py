@@ -21,7 +21,6 @@ from specsplit.core.types import (
     SessionParams,
     StreamLimits,
     Timings,
-    TokenizerFiles,
     TokenLogProb,
     Turn,
     Verdict,
@@ -29,7 +28,6 @@ from specsplit.core.types import (
 )
 from specsplit.rpc import calls, codec
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
-from specsplit.rpc.tokenizer_stream import TokenizerReader, encode_tokenizer
 from specsplit.rpc.words import clean_name
 
 uint32 = st.integers(0, (1 << 32) - 1)
@@ -363,51 +361,3 @@ def test_a_time_that_is_none_is_refused(name: str, value: float):
 def test_scores_that_are_not_one_finite_number_a_token_are_refused(scores: list[float]):
     with pytest.raises(InvalidRequest):
         calls.decode_scores(target_pb2.ScoreResponse(log_probs=scores), 2, Timings())
-
-
-def read_tokenizer(messages: list[target_pb2.GetTokenizerResponse]) -> TokenizerFiles:
-    reader = TokenizerReader()
-    for message in messages:
-        reader.add(message)
-    return reader.finish()
-
-
-FILES = TokenizerFiles("abc", (7, 9), {"tokenizer.json": bytes(600_000), "empty.txt": b"", "merges.txt": b"a b"})
-
-
-def test_a_tokenizer_arrives_whole_in_pieces_far_below_the_message_limit():
-    messages = [resent(message) for message in encode_tokenizer(FILES)]
-    assert read_tokenizer(messages) == FILES
-    assert max(message.ByteSize() for message in messages) < 1 << 20
-
-
-def test_a_tokenizer_whose_hash_is_known_travels_without_its_files():
-    known = replace(FILES, files={})
-    assert read_tokenizer(list(encode_tokenizer(known))) == known
-
-
-def test_a_tokenizer_that_stops_early_is_refused():
-    messages = list(encode_tokenizer(FILES))
-    for count in range(len(messages)):
-        with pytest.raises(InvalidRequest, match="whole"):
-            read_tokenizer(messages[:count])
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        [target_pb2.GetTokenizerResponse(hash="a", size=1), target_pb2.GetTokenizerResponse(file_name="f", data=b"ab")],
-        *(
-            [target_pb2.GetTokenizerResponse(hash="a", size=1), target_pb2.GetTokenizerResponse(file_name=name)]
-            for name in ("", "../f", "/f", "a/b", "..", ".hidden", "a\\b", "f" * 200, "a\0b")
-        ),
-        *([target_pb2.GetTokenizerResponse(hash=one)] for one in ("../a", "\x1b[2J", "a" * 65)),
-        [
-            target_pb2.GetTokenizerResponse(hash="a"),
-            *(target_pb2.GetTokenizerResponse(file_name=f"{i}") for i in range(65)),
-        ],
-    ],
-)
-def test_a_tokenizer_stream_without_bounds_or_with_paths_is_refused(pieces: list[target_pb2.GetTokenizerResponse]):
-    with pytest.raises(InvalidRequest):
-        read_tokenizer(pieces)
