@@ -40,7 +40,6 @@ class StageIdentity:
     """Hash of the model's config.json."""
     weights_hash: str
     """Hash of the tensors that the stage has read, in however many files they are."""
-    tokenizer_hash: str = ""
     protocol_version: int = PROTOCOL_VERSION
     exactness: Exactness = "near ties"
     """Whether a row has the same bits in any company."""
@@ -75,7 +74,6 @@ class ExpectedChain:
     num_slots: int
     ends: EndsAt
     config_hash: str
-    tokenizer_hash: str = ""
     weights_hash: Callable[[StageIdentity], str] | None = None
     """Hashes the same tensors in the coordinator's own files; None, or empty, if it lacks them and believes stages."""
     hidden_dtype: str = ""
@@ -177,11 +175,6 @@ class ExpectedChain:
             raise PeerMismatch(
                 f"{peer} has other weights for layers {identity.layers} ({identity.weights_hash}) than the "
                 f"coordinator ({wanted}); give both the same files."
-            )
-        if identity.tokenizer_hash and self.tokenizer_hash and identity.tokenizer_hash != self.tokenizer_hash:
-            raise PeerMismatch(
-                f"{peer} has another tokenizer ({identity.tokenizer_hash}) than the coordinator "
-                f"({self.tokenizer_hash}); give both the same files."
             )
 
     def _check_cover(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
