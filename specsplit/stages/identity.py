@@ -89,6 +89,7 @@ class ExpectedChain:
         """
         for address, identity in stages:
             self.check_stage(address, identity)
+        self._check_commits(stages)
         self._check_cover(stages)
 
     def check_stage(self, address: str, identity: StageIdentity) -> None:
@@ -164,7 +165,7 @@ class ExpectedChain:
 
     def _check_hashes(self, peer: str, identity: StageIdentity) -> None:
         commits = {identity.model_revision, self.model_revision}
-        wanted = self.weights_hash(identity) if self.weights_hash is not None else ""
+        wanted = self._wanted_hash(identity)
         # Equal weights may be of two commits, but here nothing else shows whether they are equal.
         if not wanted and "" not in commits and len(commits) == 2:
             raise PeerMismatch(
@@ -176,6 +177,20 @@ class ExpectedChain:
                 f"{peer} has other weights for layers {identity.layers} ({identity.weights_hash}) than the "
                 f"coordinator ({wanted}); give both the same files."
             )
+
+    def _wanted_hash(self, identity: StageIdentity) -> str:
+        """Return the hash that the weights of a stage must have, empty if it is believed."""
+        return self.weights_hash(identity) if self.weights_hash is not None else ""
+
+    def _check_commits(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
+        """Check that stages which are believed are of one commit, also where the coordinator's own is unknown."""
+        known = [(at, stage) for at, stage in stages if stage.model_revision and not self._wanted_hash(stage)]
+        for (before, one), (behind, other) in pairwise(known):
+            if one.model_revision != other.model_revision:
+                raise PeerMismatch(
+                    f"The stage at {behind} has {other.model} of revision {other.model_revision}, and that at {before} "
+                    f"of {one.model_revision}; start both with the same --revision."
+                )
 
     def _check_cover(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
         if not stages:

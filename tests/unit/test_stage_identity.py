@@ -114,3 +114,14 @@ def test_stages_that_are_believed_are_of_the_coordinators_commit() -> None:
         replace(believing, weights_hash=lambda _: "").check_chain([stage])
     replace(believing, model_revision="").check_chain([stage])
     replace(WANTED, model_revision="2" * 40).check_chain([stage])
+
+
+def test_stages_that_are_believed_are_of_one_commit() -> None:
+    first, second, third = stages("0:2", "2:4", "4:6")
+    chain = [(at, replace(stage, model_revision=of)) for (at, stage), of in ((first, "1"), (second, ""), (third, "2"))]
+    believing = replace(WANTED, weights_hash=None)
+    with pytest.raises(PeerMismatch, match=r"host2:1 has llama of revision 2, and that at host0:1 of 1; start both"):
+        believing.check_chain(chain)
+    WANTED.check_chain(chain)
+    replace(WANTED, weights_hash=lambda stage: "w" if stage.start == 4 else "").check_chain(chain)
+    believing.check_chain([(at, replace(stage, model_revision="1")) for at, stage in chain])
