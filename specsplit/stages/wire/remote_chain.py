@@ -173,6 +173,12 @@ class RemoteChain:
         if (connection := self._current()) is not None:
             connection.lose(error)
 
+    def give_up(self) -> None:
+        """Fail what is in flight, and restore the chain no more: nobody waits for it any longer."""
+        self._connector.refuse()
+        if (connection := self._current()) is not None and connection.num_in_flight:
+            connection.lose(WorkerUnreachable("The target is shutting down."))
+
     def end(self, slot: int, epoch: int) -> None:
         """Have every stage forget what a slot held until the end of an epoch; waits for none, and never fails."""
         self._ended.add(slot, epoch)
