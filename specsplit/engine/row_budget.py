@@ -114,6 +114,11 @@ class RowBudget:
         """Return what an empty slot reserves for its first `num_rows`."""
         return self._memory.rows_for(num_rows)
 
+    def reserve(self, slot: int, num_rows: int) -> None:
+        """Let a slot write its first `num_rows`, for which there is room."""
+        is_reserved = self.try_reserve(slot, num_rows)
+        assert is_reserved, "there is room"
+
     def try_reserve(self, slot: int, num_rows: int) -> bool:
         """Let a slot write its first `num_rows`; return False, and change nothing, if the budget has no room."""
         extra = self.lacking(slot, num_rows)

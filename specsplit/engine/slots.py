@@ -116,8 +116,7 @@ class Slots:
         warm = self._warm.get(match.holder.slot.index) if match is not None else None
         if match is not None and warm is not None and warm is match.holder and self._may_take_over(match, num_rows):
             self._take_over(warm, num_rows)
-            if self._cache.can_copy:  # the stages of a chain do so by themselves
-                self._cache.clear_rows(warm.slot.index, match.length)
+            self._cache.clear_rows(warm.slot.index, match.length)
             self.num_reused += match.length
             return warm.slot, match
         # Rows are copied from it after the slot is there, so it is the last to be given up.
@@ -140,8 +139,7 @@ class Slots:
         # [ reserved by others | their headroom | due to another | the rows of this session | free )
         self._make_room(self.rows.rows_for(num_rows), but=but, loan=loan)
         slot = self._pool.acquire()
-        is_reserved = self.rows.try_reserve(slot.index, num_rows)
-        assert is_reserved, "there is room"
+        self.rows.reserve(slot.index, num_rows)
         return slot
 
     def grow(self, slot: int, num_rows: int) -> bool:

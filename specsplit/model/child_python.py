@@ -20,11 +20,16 @@ def python_command(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", module]
 
 
-def python_environment() -> dict[str, str]:
-    """Return this process's environment for a child, which finds the package that runs here."""
+def python_environment(hidden: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return this process's environment for a child, which finds the package that runs here.
+
+    Variables whose names begin with one of `hidden` are left out.
+    """
     # An empty entry, as PYTHONPATH=$PYTHONPATH:/more leaves it, is the current folder, too.
     folders = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     known = [*folders, *site.getsitepackages(), site.getusersitepackages()]
     if _HOME not in [str(Path(folder).resolve()) for folder in known]:
         folders.append(_HOME)  # a checkout, which may have been found only because the user is in it
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    # Names of settings count in small letters, too.
+    seen = {name: value for name, value in os.environ.items() if not name.upper().startswith(hidden)}
+    return {**seen, "PYTHONPATH": os.pathsep.join(folders)}

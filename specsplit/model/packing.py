@@ -17,7 +17,8 @@ from specsplit.model.runner import Runner
 from specsplit.model.weight_format import WeightFormat
 from specsplit.model.wide_spans import span_rows
 
-_NUM_CHECKED = 24
+NUM_CHECKED = 24
+"""Tokens of the comparison; the first third, what follows and the last one go in forwards of their own."""
 _TRANSFORMERS = "transformers"
 """The comparison of a model's logits with those of transformers' eager attention."""
 
@@ -42,7 +43,7 @@ def check_and_pack(
         return
     read_tokenizer()  # a broken one shows before the long first load
     # Distinct ids, so that a wrong position or mask cannot cancel out.
-    token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(_NUM_CHECKED, runner.context))]
+    token_ids = [(7 * i + 3) % runner.vocab_size for i in range(min(NUM_CHECKED, runner.context))]
     truth = eager_logits(runner.model, token_ids)
 
     def check() -> None:

@@ -32,15 +32,21 @@ _log = logging.getLogger(__name__)
 class LocalProcess:
     """One process of `specsplit` after the other, all at the address of the first; `arguments` begin with the command.
 
-    `note` shows what it says. Whatever ends this process ends it, too: it asks the system to be killed with its parent.
+    `note` shows what it says. It does not see variables whose names begin with one of `hidden`. Whatever ends this
+    process ends it, too: it asks the system to be killed with its parent.
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], note: Note | None = None, wait_hung: WaitHung | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        note: Note | None = None,
+        wait_hung: WaitHung | None = None,
+        hidden: tuple[str, ...] = (),
     ) -> None:
         self.address = "127.0.0.1:0"
         self._name, self._arguments = name, tuple(arguments)
-        self._note, self._wait_hung = note, wait_hung
+        self._note, self._wait_hung, self._hidden = note, wait_hung, hidden
         self._process: asyncio.subprocess.Process | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._supervising: asyncio.Task[None] | None = None
@@ -63,7 +69,7 @@ class LocalProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=python_environment(),
+                env=python_environment(hidden=self._hidden),
                 start_new_session=True,  # Ctrl-C is the parent's to hear, which needs this process to drain
                 limit=LINE_BYTES,
             )

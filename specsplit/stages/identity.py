@@ -40,7 +40,6 @@ class StageIdentity:
     """Hash of the model's config.json."""
     weights_hash: str
     """Hash of the tensors that the stage has read, in however many files they are."""
-    tokenizer_hash: str = ""
     protocol_version: int = PROTOCOL_VERSION
     exactness: Exactness = "near ties"
     """Whether a row has the same bits in any company."""
@@ -75,7 +74,6 @@ class ExpectedChain:
     num_slots: int
     ends: EndsAt
     config_hash: str
-    tokenizer_hash: str = ""
     weights_hash: Callable[[StageIdentity], str] | None = None
     """Hashes the same tensors in the coordinator's own files; None, or empty, if it lacks them and believes stages."""
     hidden_dtype: str = ""
@@ -91,6 +89,7 @@ class ExpectedChain:
         """
         for address, identity in stages:
             self.check_stage(address, identity)
+        self._check_commits(stages)
         self._check_cover(stages)
 
     def check_stage(self, address: str, identity: StageIdentity) -> None:
@@ -167,7 +166,7 @@ class ExpectedChain:
 
     def _check_hashes(self, peer: str, identity: StageIdentity) -> None:
         commits = {identity.model_revision, self.model_revision}
-        wanted = self.weights_hash(identity) if self.weights_hash is not None else ""
+        wanted = self._wanted_hash(identity)
         # Equal weights may be of two commits, but here nothing else shows whether they are equal.
         if not wanted and "" not in commits and len(commits) == 2:
             raise PeerMismatch(
@@ -179,11 +178,20 @@ class ExpectedChain:
                 f"{peer} has other weights for layers {identity.layers} ({identity.weights_hash}) than the "
                 f"coordinator ({wanted}); give both the same files."
             )
-        if identity.tokenizer_hash and self.tokenizer_hash and identity.tokenizer_hash != self.tokenizer_hash:
-            raise PeerMismatch(
-                f"{peer} has another tokenizer ({identity.tokenizer_hash}) than the coordinator "
-                f"({self.tokenizer_hash}); give both the same files."
-            )
+
+    def _wanted_hash(self, identity: StageIdentity) -> str:
+        """Return the hash that the weights of a stage must have, empty if it is believed."""
+        return self.weights_hash(identity) if self.weights_hash is not None else ""
+
+    def _check_commits(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
+        """Check that stages which are believed are of one commit, also where the coordinator's own is unknown."""
+        known = [(at, stage) for at, stage in stages if stage.model_revision and not self._wanted_hash(stage)]
+        for (before, one), (behind, other) in pairwise(known):
+            if one.model_revision != other.model_revision:
+                raise PeerMismatch(
+                    f"The stage at {behind} has {other.model} of revision {other.model_revision}, and that at {before} "
+                    f"of {one.model_revision}; start both with the same --revision."
+                )
 
     def _check_cover(self, stages: Sequence[tuple[str, StageIdentity]]) -> None:
         if not stages:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
-from specsplit.core.defaults import STEP_TIMEOUT_S, WITHOUT_LINK_SETTINGS
+from specsplit.core.defaults import ENV_CONFIG, ENV_PREFIX, STEP_TIMEOUT_S
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Note
@@ -22,6 +22,9 @@ from specsplit.stages.ranges import even_ranges
 from specsplit.stages.wire.admission import check_alive
 from specsplit.stages.wire.peer import StagePeer
 
+_SETTINGS = (f"{ENV_PREFIX}STAGE_", ENV_CONFIG)
+"""Variables with settings of stages; they are for stages that users start."""
+
 
 def local_stages(
     layers: Sequence[str],
@@ -32,8 +35,8 @@ def local_stages(
 ) -> AbstractAsyncContextManager[list[str]]:
     """Run a stage process for each of `layers` (A:B) for the length of the block, and give their addresses.
 
-    `arguments` are those of `specsplit stage` that all of them get; `note` shows every stage that serves. A stage that
-    computes one step for longer than `step_timeout_s` hangs.
+    `arguments` are those of `specsplit stage` that all of them get, and no settings of this machine; `note` shows every
+    stage that serves. A stage that computes one step for longer than `step_timeout_s` hangs.
 
     Raises:
         WorkerFailed: one ended before it served, and what it said last; or it said something else than that it serves.
@@ -42,14 +45,14 @@ def local_stages(
     wait = partial(_wait_hung, step_timeout_s=step_timeout_s)
     return running(
         [
-            LocalProcess(f"Stage {index} (layers {of})", ("stage", "--layers", of, *arguments), note, wait)
+            LocalProcess(f"Stage {index} (layers {of})", ("stage", "--layers", of, *arguments), note, wait, _SETTINGS)
             for index, of in enumerate(layers)
         ]
     )
 
 
 def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[str]:
-    """Return the options of stages started here, complete, so that none comes from their own settings."""
+    """Return the options of stages started here; what they leave out has its default."""
     # The first one has the most layers; all get the same options.
     most_layers = len(even_ranges(expected.num_layers, settings.local_stages or 1)[0])
     given: dict[str, object] = {
@@ -65,8 +68,7 @@ def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[s
         "log-format": settings.log_format,
         "log-level": settings.log_level,
     }
-    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-    return [*words, *WITHOUT_LINK_SETTINGS]
+    return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
 
 
 async def _wait_hung(address: str, pid: int, *, step_timeout_s: float) -> str:

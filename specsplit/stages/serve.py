@@ -162,6 +162,7 @@ async def serving_chain(
         engine.limit_steps(settings.step_tokens, None)  # --prefill-chunk sizes packets, of which a step may have many
         engine.quotas.limit(CallerLimits.of(settings))
         stack.push_async_callback(engine.aclose)
+        stack.callback(link.give_up)  # of a stage that hangs an answer would be awaited long after the drain
         await engine.measure()
         front = ChainFront(engine, lambda: link.statistics, runner.chain_statistics)
         service = TargetService(engine, lambda: engine.num_sessions, front)

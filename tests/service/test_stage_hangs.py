@@ -10,16 +10,28 @@ from dataclasses import replace
 
 import pytest
 
-from specsplit.core.errors import WorkerUnreachable
+from specsplit.core.errors import SpecSplitError, WorkerUnreachable
+from specsplit.core.sections import TargetSettings
 from specsplit.rpc.channel import Duplex
+from specsplit.rpc.clients import RemoteVerifier
+from specsplit.stages.loading import Coordinator
 from specsplit.stages.packet import Packet
-from specsplit.stages.serve import RECONNECT_S
+from specsplit.stages.serve import RECONNECT_S, serving_chain
 from specsplit.stages.wire.next_stage import NextLink
 from tests.support.disturbed import check_noticed
 from tests.support.processes import LIMIT_S, SILENT_S
-from tests.support.remote_chains import DamagingProxy, give_up_soon, in_front_of, mended, once, opened_remote
+from tests.support.remote_chains import (
+    DamagingProxy,
+    expected_of,
+    give_up_soon,
+    in_front_of,
+    mended,
+    once,
+    opened_remote,
+    served,
+)
 from tests.support.rounds import plain_text
-from tests.support.rpc_servers import wait_until
+from tests.support.rpc_servers import LOOPBACK, wait_until
 from tests.support.small_target import PARAMS, PROMPT, TEXT_LENGTH, check_price, shards, spare, truth
 from tests.support.stage_farm import patient
 
@@ -251,3 +263,20 @@ async def test_a_spare_that_comes_late_still_replaces_a_silent_stage() -> None:
                 await mended(chain, RECONNECT_S)
             assert chain.link.statistics.spares_used == [chain.spares[0].address]
             assert await plain_text(chain.target, PROMPT, PARAMS, TEXT_LENGTH) == text
+
+
+async def test_a_stage_that_hangs_does_not_hold_up_the_end_of_its_target() -> None:
+    parts, stuck = shards("stages"), asyncio.Event()
+    async with served(parts.stages) as hosts:
+        coordinator = Coordinator(parts.model, parts.ends, expected_of(parts), ())
+        stages = tuple(host.address for host in hosts)
+        settings = TargetSettings(stages=stages, sessions=4, context=160, step_timeout=1000.0, listen=LOOPBACK)
+        async with AsyncExitStack() as stack, asyncio.timeout(LIMIT_S):
+            async with serving_chain(coordinator, settings) as server:
+                verifier = RemoteVerifier(server.address)
+                stack.push_async_callback(verifier.aclose)
+                hosts[1].hangs = lambda packet: stuck.set() or True
+                writing = asyncio.create_task(plain_text(verifier, PROMPT, PARAMS, 1))
+                await stuck.wait()
+            with pytest.raises(SpecSplitError):
+                await writing

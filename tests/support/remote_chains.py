@@ -23,6 +23,7 @@ from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.packet import Packet
 from specsplit.stages.serve import connect_chain
 from specsplit.stages.shard.loader import LoadedShard
+from specsplit.stages.wire.claim import NextAddresses
 from specsplit.stages.wire.options import LinkOptions
 from specsplit.stages.wire.remote_chain import RemoteChain
 from specsplit.stages.wire.servicer import StageService
@@ -80,6 +81,8 @@ class StageHost:
         self.hangs: Callable[[Packet], object] = lambda packet: False
         """Told of every packet; one for which it is True is never computed."""
         self.claims: dict[str, Any] = {}
+        self.following = NextAddresses()
+        """The stages that it may dial."""
         self.num_starts = 0
         self.tasks: list[asyncio.Future[None]] = []
         """Faults of this host that run beside the test."""
@@ -90,7 +93,7 @@ class StageHost:
         engine = StageEngine(self.shard, device=self._device, at_once_s=self._at_once_s)
         self.stage = WatchedStage(engine, self._asked, self.claims)
         self._stack.push_async_callback(self.stage.engine.aclose)
-        self.service = StageService(self.stage, security=self._security)
+        self.service = StageService(self.stage, following=self.following, security=self._security)
         server = serving(self.address, [self.service], security=self._security)
         self.server: Server = await self._stack.enter_async_context(server)
         self.address = self.server.address

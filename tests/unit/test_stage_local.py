@@ -82,3 +82,14 @@ async def test_a_stage_that_keeps_dying_is_started_again_ever_more_rarely(
     async with asyncio.timeout(20), local_stages.local_stages(["0:1"], (), notes.append):
         await wait_until(lambda: sum("serves at" in note for note in notes) == 6)
     assert re.findall(r"starting it again in (\S+) s", caplog.text) == ["0.01", "0.02", "0.04", "0.04", "0.04"]
+
+
+async def test_stages_started_here_see_no_settings_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SPECSPLIT_STAGE_KV_MEMORY", "specsplit_stage_threads", "SPECSPLIT_CONFIG", "SPECSPLIT_DEBUG"):
+        monkeypatch.setenv(name, "1")
+    Starts(monkeypatch, ("import os, sys; print(*os.environ, file=sys.stderr)", ""))
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerFailed, match="ended before it served") as failed:
+            async with local_stages.local_stages(["0:1"], ()):
+                pass
+    assert re.findall(r"(?i)SPECSPLIT_(?!TEST_)\w+", str(failed.value)) == ["SPECSPLIT_DEBUG"]

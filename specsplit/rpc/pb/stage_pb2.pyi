@@ -271,7 +271,6 @@ class StageIdentity(_message.Message):
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     CONFIG_HASH_FIELD_NUMBER: _builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
-    TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     EXACTNESS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
@@ -296,7 +295,6 @@ class StageIdentity(_message.Message):
     """Of the largest exported slot."""
     config_hash: _builtins.str
     weights_hash: _builtins.str
-    tokenizer_hash: _builtins.str
     protocol_version: _builtins.int
     exactness: _builtins.str
     """As in Identity."""
@@ -326,7 +324,6 @@ class StageIdentity(_message.Message):
         slot_bytes: _builtins.int = ...,
         config_hash: _builtins.str = ...,
         weights_hash: _builtins.str = ...,
-        tokenizer_hash: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         exactness: _builtins.str = ...,
         numerics: _builtins.str = ...,
@@ -337,7 +334,7 @@ class StageIdentity(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "context", b"context", "dtype", b"dtype", "end", b"end", "exactness", b"exactness", "has_embedding", b"has_embedding", "has_head", b"has_head", "hidden_dtype", b"hidden_dtype", "hidden_size", b"hidden_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_rows", b"kv_rows", "model", b"model", "model_revision", b"model_revision", "node_limit", b"node_limit", "num_layers", b"num_layers", "num_slots", b"num_slots", "numerics", b"numerics", "protocol_version", b"protocol_version", "slot_bytes", b"slot_bytes", "start", b"start", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_hash", b"config_hash", "context", b"context", "dtype", b"dtype", "end", b"end", "exactness", b"exactness", "has_embedding", b"has_embedding", "has_head", b"has_head", "hidden_dtype", b"hidden_dtype", "hidden_size", b"hidden_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_rows", b"kv_rows", "model", b"model", "model_revision", b"model_revision", "node_limit", b"node_limit", "num_layers", b"num_layers", "num_slots", b"num_slots", "numerics", b"numerics", "protocol_version", b"protocol_version", "slot_bytes", b"slot_bytes", "start", b"start", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,7 +39,6 @@ def expected_chain(model: ChainModel, ends: EndsAt, folder: Path | None = None) 
         num_slots=model.max_sessions,
         ends=ends,
         config_hash=model.config_hash,
-        tokenizer_hash=model.tokenizer_files.hash if model.tokenizer_files else "",
         weights_hash=weights_hash if folder is not None else None,
         model_revision=model.model_revision,
     )

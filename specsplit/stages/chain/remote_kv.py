@@ -122,6 +122,9 @@ class RemoteKV:
         self.row_limit = memory.num_rows if memory is not None else num_slots * capacity
         self.row_bytes = memory.row_bytes if memory is not None else 0
 
+    def clear_rows(self, slot: int, start: int) -> None:
+        """Do nothing: the stages clear the rows of a slot that is taken over by themselves."""
+
     def rows_for(self, num_rows: int) -> int:
         """Return the rows that hold memory in a stage if the first `num_rows` of a slot are written."""
         return min(slot_rows(num_rows), self.capacity) if num_rows else 0

@@ -38,7 +38,7 @@ from specsplit.model.loader import (
 )
 from specsplit.model.loading import loading
 from specsplit.model.memory_size import MemorySize
-from specsplit.model.packing import pack, parts_of
+from specsplit.model.packing import NUM_CHECKED, pack, parts_of
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_positions, has_long_factors, with_factors
 from specsplit.model.runner import Runner
@@ -59,7 +59,6 @@ __all__ = [
     "shard_hash",
 ]
 
-_NUM_CHECKED = 24
 _NUM_SOURCES = 61
 """Hidden states that stand for token ids in the proof of exactness."""
 
@@ -375,7 +374,7 @@ class _RowsCheck:
     @torch.inference_mode()
     def __init__(self, runner: ShardRunner, part: PartialModel) -> None:
         self._runner = runner
-        num_tokens = min(_NUM_CHECKED, runner.context)
+        num_tokens = min(NUM_CHECKED, runner.context)
         self._source = part.random_source(num_tokens, 0)
         positions = torch.arange(num_tokens, device=runner.device)
         # The same model object computes the truth, with the family's own attention and masks.

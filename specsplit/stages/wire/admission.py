@@ -6,12 +6,26 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from specsplit.core.errors import PeerMismatch, SpecSplitError, WorkerUnreachable
+from specsplit.core.errors import DeadlineExceeded, PeerMismatch, SpecSplitError, WorkerUnreachable
 from specsplit.stages.identity import ExpectedChain, StageIdentity
 from specsplit.stages.wire.peer import StagePeer, StagePing
 
 PING_S = 1.0
 _AT_ONCE_S = 0.3
+
+
+async def ping_all(peers: Sequence[StagePeer]) -> tuple[dict[StagePeer, StagePing], dict[StagePeer, SpecSplitError]]:
+    """Return the answers of stages, and the errors of those that cannot be reached; raises PeerMismatch."""
+    results = await asyncio.gather(*(peer.ping() for peer in peers), return_exceptions=True)
+    pings, errors = dict[StagePeer, StagePing](), dict[StagePeer, SpecSplitError]()
+    for peer, result in zip(peers, results, strict=True):
+        if isinstance(result, StagePing):
+            pings[peer] = result
+        elif isinstance(result, WorkerUnreachable | DeadlineExceeded):
+            errors[peer] = result
+        else:
+            raise result
+    return pings, errors
 
 
 async def admit(peer: StagePeer, like: StageIdentity, expected: ExpectedChain, step_timeout_s: float) -> None:

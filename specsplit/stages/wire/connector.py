@@ -13,7 +13,6 @@ from specsplit.stages.wire.admission import not_answered
 from specsplit.stages.wire.connection import Connection
 from specsplit.stages.wire.frames import ChainId
 from specsplit.stages.wire.members import ChainMembers
-from specsplit.stages.wire.next_stage import NextUnreachable
 from specsplit.stages.wire.peer import StagePeer
 from specsplit.stages.wire.statistics import RemoteChainStatistics
 
@@ -84,6 +83,13 @@ class ChainConnector:
         # Where another coordinator has a stage now, this is refused until that one has left: nobody takes turns.
         return await self._restore()
 
+    async def connect_first(self) -> None:
+        """Look at all members, and make a chain of them that begins with empty slots; raises as `admit_all` does."""
+        self.check_open()
+        with self._members.undone_on_failure():
+            await self._members.admit_all()
+            await self._join(keep_slots=False)
+
     async def connect(self, *, keep_slots: bool) -> Connection:
         """Make a chain of the members in the place of the one before."""
         before, self.connection = self.connection, None
@@ -153,18 +159,14 @@ class ChainConnector:
     async def _attempt(self) -> Connection:
         self.check_open()
         self.statistics.num_tries += 1
-        members = self._members
-        await members.replace_lost()
-        try:
-            return await self.connect(keep_slots=True)
-        except NextUnreachable as error:
-            # The coordinator reaches both stages, and the one does not reach the next: only a spare can help.
-            index = members.addresses.index(error.address)
-            before = members.stages[index]
-            if not await members.replace(index):
-                raise
-        try:
-            return await self.connect(keep_slots=True)
-        except BaseException:  # a spare that mends nothing has not taken over
-            members.undo_swap(index, before)
-            raise
+        with self._members.undone_on_failure():
+            await self._members.replace_lost()
+            return await self._join(keep_slots=True)
+
+    async def _join(self, *, keep_slots: bool) -> Connection:
+        """Connect the members; a spare that does not serve in its new place makes room for the next one."""
+        while True:
+            try:
+                return await self.connect(keep_slots=keep_slots)
+            except SpecSplitError as error:
+                await self._members.replace_suspect(error)

@@ -58,8 +58,8 @@ class SlotMover:
             connector.statistics.moved_bytes += num_bytes
             num_moved += num_bytes > 0
         connector.statistics.num_moved_slots += num_moved
-        # From here on the spare is a member: should connecting fail, the chain is restored with it.
-        members.swap(index, spare)
+        # From here on the spare is a member: should connecting fail, the chain is restored with it if possible.
+        members.swap(index, spare, WorkerUnreachable(f"{peer.name} was to be replaced."))
         await connector.connect(keep_slots=True)
         return num_moved
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _PIECE_BYTES = 1 << 20
 _LARGE_BYTES = 1 << 20
 """A larger slot is hashed in a thread, since that takes about a millisecond per MiB."""
-_WORDS = ("model", "dtype", "config_hash", "weights_hash", "tokenizer_hash", "hidden_dtype", "model_revision")
+_WORDS = ("model", "dtype", "config_hash", "weights_hash", "hidden_dtype", "model_revision")
 _FIELDS = (
     "model",
     "num_layers",
@@ -35,7 +35,6 @@ _FIELDS = (
     "slot_bytes",
     "config_hash",
     "weights_hash",
-    "tokenizer_hash",
     "protocol_version",
     "kv_bytes_per_token",
     "kv_rows",

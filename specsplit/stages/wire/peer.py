@@ -69,6 +69,8 @@ class StagePeer:
         """Whether it has sent an error of its own since somebody looked whether its steps fail."""
         self.is_awaited = False
         """Whether its last answer is still awaited, or was when the caller gave up."""
+        self.is_suspect = False
+        """Whether it did not take its last position in a chain, or did not open its stream: it may not fit there."""
         self.on_renamed: Callable[[], None] = lambda: None
         """Called when calls begin under another identity than that of the streams that are open."""
         self._process = ""
@@ -119,7 +121,8 @@ class StagePeer:
         """Give the stage its position; return whether its slots still hold what they held.
 
         Raises:
-            PeerMismatch: it serves another coordinator; LinkError.
+            PeerMismatch: it serves another coordinator.
+            InvalidRequest: it may not dial the next stage; LinkError.
         """
         request = stage_pb2.ConfigureRequest(
             chain=chain.message(),
@@ -131,9 +134,10 @@ class StagePeer:
             secret=chain.secret,
         )
         try:
-            return (await self._call("Configure", request, stage_pb2.ConfigureResponse, _END_OF_FORWARD_S)).kept
-        except PeerMismatch as error:
-            raise PeerMismatch(f"{self.name} refuses: {error}") from error
+            with self._suspected():
+                return (await self._call("Configure", request, stage_pb2.ConfigureResponse, _END_OF_FORWARD_S)).kept
+        except (PeerMismatch, InvalidRequest) as error:
+            raise type(error)(f"{self.name} refuses: {error}") from error
 
     async def end(self, chain: ChainId, slot: int, epoch: int | None = None) -> None:
         """Have the stage forget what a slot holds, all of it or until the end of an epoch."""
@@ -142,7 +146,7 @@ class StagePeer:
 
     async def stream(self, chain: ChainId) -> Duplex:
         """Open the coordinator's stream to the stage, which has its way to the next one open by then."""
-        with self._awaited():
+        with self._suspected(), self._awaited():
             return await open_stream(self._channel, chain, stage_pb2.STREAM_ROLE_COORDINATOR, 2 * CALL_S)
 
     async def move_slot(self, chain: ChainId, slot: int, to: StagePeer, timeout_s: float) -> int:
@@ -202,6 +206,12 @@ class StagePeer:
             self.is_awaited = False
             raise
         self.is_awaited = False
+
+    @contextmanager
+    def _suspected(self) -> Generator[None]:
+        self.is_suspect = True
+        yield
+        self.is_suspect = False  # left so by an error, or when the caller gave up
 
     def _read(self, decode: Callable[[], A]) -> A:
         try:

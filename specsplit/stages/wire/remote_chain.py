@@ -118,16 +118,14 @@ class RemoteChain:
         return len(self._ended)
 
     async def connect(self) -> None:
-        """Look at every stage and spare, and make a chain of the stages.
+        """Look at every stage and spare, and make a chain of the stages, with spares for those that are away.
 
         Raises:
             PeerMismatch: one does not fit, and why, or serves another coordinator.
-            LinkError: a stage cannot be reached. A spare that cannot is left for later.
+            LinkError: a stage cannot be reached, and no spare replaces it. A spare that cannot is left for later.
         """
         async with self._in_order:
-            self._connector.check_open()
-            await self._members.admit_all()
-            await self._connector.connect(keep_slots=False)
+            await self._connector.connect_first()
 
     async def send(self, packet: Packet) -> Packet:
         """Send a packet through the whole chain and return the last stage's answer to it.
@@ -174,6 +172,12 @@ class RemoteChain:
         """Give up the connection as if a stream had broken with `error`, so that the next packet restores the chain."""
         if (connection := self._current()) is not None:
             connection.lose(error)
+
+    def give_up(self) -> None:
+        """Fail what is in flight, and restore the chain no more: nobody waits for it any longer."""
+        self._connector.refuse()
+        if (connection := self._current()) is not None and connection.num_in_flight:
+            connection.lose(WorkerUnreachable("The target is shutting down."))
 
     def end(self, slot: int, epoch: int) -> None:
         """Have every stage forget what a slot held until the end of an epoch; waits for none, and never fails."""
