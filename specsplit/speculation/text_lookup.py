@@ -15,6 +15,8 @@ MAX_TOKENS = 1 << 14
 """Tokens at the end of a session's first text that are read; the index takes some 300 bytes for each."""
 _PIECE_TOKENS = 256
 """Tokens that are read without a pause: about a millisecond."""
+_ROUND_PIECES = 4
+"""Pieces that are read in each round: with a large model in this process a round is one turn of the event loop."""
 
 
 class TextReader:
@@ -55,7 +57,11 @@ class TextLookup:
 
         That call is to come behind the prompt's round, since a session that is refused or waits has no need of it.
         """
-        if not self._is_reading and self.read_piece():
+        was_reading = self._is_reading
+        for _ in range(_ROUND_PIECES):
+            if not self.read_piece():
+                return
+        if not was_reading:
             self._is_reading = True
             self._reader.read(self)
 

@@ -205,7 +205,7 @@ def test_one_piece_of_all_texts_is_read_at_a_time() -> None:
         return pieces
 
     pieces = run_virtual(main)
-    assert pieces[0] == 5, "each stream's first piece comes with its first commit"
+    assert pieces[0] == 5 * 4, "each stream's first pieces come with its first commit"
     assert max(pieces[1:]) == 1
     assert sum(pieces) < 5 + 8 + 4 + 3, "the first stream has nine pieces; those of the others are not read any more"
 

@@ -29,15 +29,15 @@ async def read_all(text: TextLookup) -> None:
 async def test_a_long_prompt_is_read_behind_its_round_and_a_short_one_at_once() -> None:
     rng = random.Random(1)
     found: dict[int, list[bool]] = {}
-    for num_tokens in (200, 1500):
-        target = FakeTarget(context=2000)
+    for num_tokens in (1000, 6000):
+        target = FakeTarget(context=7000)
         prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(num_tokens))
         owner = Orchestrator(target, None, FakeTokenizer(), Speculation(mode="lookup", nodes=4, depth=2, branching=2))
         await owner.generate(Request(prompt_ids=prompt, max_new_tokens=40, ignore_eos=True, seed=3))
         found[num_tokens] = [len(proposal) > 0 for proposal in target.proposals]
-    assert found[200][:2] == [False, True], "the prompt's round offers nothing"
-    assert found[1500][:4] == [False] * 4
-    assert any(found[1500])
+    assert found[1000][:2] == [False, True], "the prompt's round offers nothing"
+    assert found[6000][:4] == [False] * 4
+    assert any(found[6000])
 
 
 async def test_choices_of_one_long_prompt_are_read_a_piece_at_a_time() -> None:
@@ -65,7 +65,7 @@ async def test_choices_of_one_long_prompt_are_read_a_piece_at_a_time() -> None:
 def test_what_is_read_in_pieces_is_found_as_if_read_at_once() -> None:
     async def main() -> None:
         rng = random.Random(2)
-        token_ids = [rng.randrange(30) for _ in range(1000)]
+        token_ids = [rng.randrange(30) for _ in range(6000)]
         text = TextLookup(TextReader(), token_ids)
         text.follow()
         for _ in range(3):  # tokens that are committed meanwhile
