@@ -98,8 +98,10 @@ class Orchestrator:
         began_s = loop.time()
         target = await retrier.ask(verifier.ping)  # every request: it may be another one since the last
         self._target.observe_ping(loop.time() - began_s)
-        # Settings are checked once per target; a restarted worker with another model is another target.
-        if target not in self._met:
+        # Settings are checked once per target; a restarted worker with another model is another target. Replicas and
+        # restarts are told apart by measured times as well, which decide nothing here.
+        model = replace(target, step_times=())
+        if model not in self._met:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(
                     f"The target {target.model} has another vocabulary than the tokenizer here; connect again."
@@ -112,7 +114,7 @@ class Orchestrator:
                 raise InvalidRequest(
                     f"The target takes trees of at most {target.max_nodes} nodes, not {num_nodes}.", param="nodes"
                 )
-            self._met.append(target)
+            self._met.append(model)
         return target
 
     def _retrier(self, timeout_s: float | None, events: RequestEvents, began_s: float | None = None) -> Retrier:

@@ -138,21 +138,26 @@ class DraftPeer:
     async def meet(self, target: Identity, remaining_s: float) -> None:
         """Ask the draft who it is, in front of a new `target`; one that is silent is asked again in the background.
 
-        It is waited for as long as a connection takes, and no longer than `remaining_s`. One that requests could do
-        without before is no reason to refuse them once the target is another one, or restarts.
+        It is waited for as long as a connection takes, and no longer than `remaining_s`; of one that was silent before
+        only an answer that needs no wait counts. One that requests could do without before is no reason to refuse them
+        once the target is another one, or restarts.
 
         Raises:
             VocabularyMismatch, PeerMismatch: it answers, and is no draft for the first target that is met.
         """
-        self._met = target
+        is_silent = self._was_met and self.trouble is not None
+        wait_s = 0.0 if is_silent else min(_MEETING_S, remaining_s)
+        self._met, limit = target, asyncio.timeout(wait_s)
         try:
-            async with asyncio.timeout(min(_MEETING_S, remaining_s)):
+            async with limit:
                 await self.check()
         except (VocabularyMismatch, PeerMismatch) as error:
             if not self._was_met:
                 raise
             self._refuse(error)
         except Exception as error:  # noqa: BLE001 - no draft, no error
+            if limit.expired() and wait_s < _MEETING_S:
+                return  # a short wait says nothing about the draft, which all requests share
             self.trouble = _reason_of_silence(error)
             # Sessions of other orchestrators may be running, and none of them would begin to ping.
             self._start_recovery()
