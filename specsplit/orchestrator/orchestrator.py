@@ -6,6 +6,7 @@ Knows ports and records only, no model and no wire; everything on the route of a
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -13,9 +14,10 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
+from specsplit.core.errors import InvalidRequest, InvalidSettings, LinkError, PeerMismatch, ResourceError
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity, Scores
+from specsplit.orchestrator.closings import CLOSE_S
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import draft_peer, target_peer
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
@@ -26,6 +28,8 @@ from specsplit.speculation.round_plan import draftless
 from specsplit.speculation.statistics import SpeculationStats
 
 _MAX_MET = 16
+
+_log = logging.getLogger(__name__)
 
 
 class MonotonicClock:
@@ -119,11 +123,13 @@ class Orchestrator:
 
     def _retrier(self, timeout_s: float | None, events: RequestEvents, began_s: float | None = None) -> Retrier:
         timeout_s = timeout_s if timeout_s is not None else self.retry_policy.timeout_s
-        return Retrier(timeout_s, self.retry_policy, events, began_s)
+        return Retrier(timeout_s, self.retry_policy, events, began_s, self._target.closings)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Yield one chunk per round; the last one carries the result and comes after both sessions are closed.
+        """Yield one chunk per round; the last one carries the result.
 
+        Both sessions are being closed when the last chunk comes, and are closed when the iteration ends. Whoever closes
+        the generator at the last chunk does not wait for that: a request that finds no slot meanwhile does.
         Iterate inside `contextlib.aclosing`: an iteration left early closes its sessions when the generator is closed.
 
         Raises:
@@ -148,7 +154,6 @@ class Orchestrator:
                 modes=self._modes,
                 keep_closing=self._keep_closing,
             )
-            # The last chunk comes after the block: whoever has it may rely on both sessions being closed.
             async with Session(context, request, retrier, events) as session:
                 rounds = session.rounds
                 with self._target.beginning():
@@ -162,7 +167,8 @@ class Orchestrator:
                         now_s = clock.now()
                 ttft_s, decode_s = first_token_s - started_s, now_s - first_token_s
                 chunk = replace(chunk, result=session.result(chunk.finish_reason, ttft_s, decode_s))
-        yield chunk
+                await session.begin_closing()
+                yield chunk
 
     async def generate(self, request: Request) -> Result:
         """Return the finished generation.
@@ -202,8 +208,10 @@ class Orchestrator:
         self._target.use_stats(stats, self._draft, is_greedy=is_greedy, plans=decides(self.speculation))
 
     async def aclose(self) -> None:
-        """End what finished requests left: workers that never said that their slot is free. Workers stay open."""
+        """End what finished requests left: workers get CLOSE_S to say that their slots are free. They stay open."""
         closing = list(self._closing)
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSE_S)
         for task in closing:
             task.cancel()
         await asyncio.gather(*closing, return_exceptions=True)
@@ -214,5 +222,6 @@ class Orchestrator:
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not complain of an error nobody needs
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.DEBUG if isinstance(error, LinkError | ResourceError) else logging.WARNING
+            _log.log(level, "a session could not be closed; its slot is freed when its time is over", exc_info=error)

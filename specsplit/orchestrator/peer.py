@@ -15,9 +15,10 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
+from specsplit.core.errors import DeadlineExceeded, Overloaded, PeerMismatch, VocabularyMismatch
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Identity
+from specsplit.core.types import Budget, Identity, Proposal, Turn
+from specsplit.orchestrator.closings import Closings, EarlierCloses
 from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replicas import Replicas
@@ -60,7 +61,7 @@ class TargetPeer:
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
-        self.decoding = DecodingSessions()
+        self.decoding, self.closings = DecodingSessions(), Closings()
         self._ping_s = math.inf
         """The quickest ping so far."""
         self._stats: WeakKeyDictionary[object, dict[tuple[bool, bool], SpeculationStats]] = WeakKeyDictionary()
@@ -125,7 +126,7 @@ class DraftPeer:
         self.identity: Identity | None = None
         self.trouble: Reason | None = "unreachable"
         """Why nobody asks before a ping is answered, None if it is well."""
-        self.cooldown = Cooldown()
+        self.cooldown, self.closings = Cooldown(), Closings()
         self._rng = rng
         self._met: Identity | None = None
         """The target whose vocabulary it has to share."""
@@ -182,6 +183,15 @@ class DraftPeer:
                 "choose a draft of the target's own family or use --mode plain."
             )
         self.identity = identity
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget, earlier: EarlierCloses) -> Proposal:
+        """Return the draft's new nodes; a session that finds no slot waits for `earlier` closes to free theirs."""
+        try:
+            return await self.drafter.propose(turn, known_nodes, budget)
+        except Overloaded:
+            if not await earlier.wait():
+                raise
+            return await self.drafter.propose(turn, known_nodes, budget)
 
     def delay(self, asked_s: float, now_s: float) -> None:
         """Count a call begun at `asked_s` whose answer is not waited for any longer."""

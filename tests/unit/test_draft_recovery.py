@@ -183,6 +183,24 @@ def test_a_draft_that_hangs_on_close_costs_a_second() -> None:
     assert run_virtual(main) == pytest.approx(1.0)
 
 
+def test_workers_that_hang_on_close_do_not_hold_back_the_result() -> None:
+    target, draft = workers()
+    target.hangs_on_close = draft.hangs_on_close = True
+
+    async def main() -> tuple[float, Result]:
+        owner, loop, result_s = orchestrator(target, draft), asyncio.get_running_loop(), math.inf
+        async for chunk in owner.stream(request()):
+            if (result := chunk.result) is not None:
+                result_s = loop.time()
+                break
+        assert result is not None
+        await owner.aclose()
+        return result_s, result
+
+    result_s, result = run_virtual(main)
+    assert result_s == pytest.approx(result.timings.ttft_s + result.timings.decode_s)
+
+
 # ---------------------------------------------------------------- garbage
 
 GARBLES: dict[str, Callable[[Proposal], Proposal]] = {
