@@ -94,12 +94,16 @@ class Workers:
     async def stream(self, request: Request, settings: OrchestratorSettings) -> AsyncGenerator[Chunk]:
         """Yield the answer once it is the request's turn; iterate inside `contextlib.aclosing`.
 
+        It ends with the last chunk, while the workers still free their slots.
+
         Raises what `Orchestrator.stream` raises.
         """
         turn = self._turns.of(request.priority)
         async with turn, contextlib.aclosing(self.orchestrator(settings).stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
+                if chunk.result is not None:
+                    return
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
         """Return the orchestrator for `settings`, the same for equal ones; all of them share what they learn."""

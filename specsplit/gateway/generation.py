@@ -21,7 +21,7 @@ async def chunks_of(orchestrator: Orchestrator, requests: Sequence[Request]) -> 
     Raises what `Orchestrator.stream` raises; the first error ends all of the requests.
     """
     if len(requests) == 1:
-        async with aclosing(orchestrator.stream(requests[0])) as chunks:
+        async with aclosing(_to_result(orchestrator, requests[0])) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
@@ -31,7 +31,7 @@ async def chunks_of(orchestrator: Orchestrator, requests: Sequence[Request]) -> 
 
     async def run(index: int, request: Request) -> None:
         try:
-            async with turns.of(request) as has_begun, aclosing(orchestrator.stream(request)) as chunks:
+            async with turns.of(request) as has_begun, aclosing(_to_result(orchestrator, request)) as chunks:
                 async for chunk in chunks:
                     has_begun.set()
                     await ready.put((index, chunk))
@@ -54,6 +54,15 @@ async def chunks_of(orchestrator: Orchestrator, requests: Sequence[Request]) -> 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _to_result(orchestrator: Orchestrator, request: Request) -> AsyncGenerator[Chunk]:
+    """Yield the chunks of one request, and end with its result, while the workers still free its slots."""
+    async with aclosing(orchestrator.stream(request)) as chunks:
+        async for chunk in chunks:
+            yield chunk
+            if chunk.result is not None:
+                return
 
 
 class _Turns:

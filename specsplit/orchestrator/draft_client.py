@@ -46,7 +46,7 @@ class DraftClient:
         """When the call began that was answered last."""
         self._peer, self._retrier, self._stats = peer, retrier, stats
         self._loop = asyncio.get_running_loop()
-        self._cooldown, self._verify = Cooldown(), _MeanVerify()
+        self._cooldown, self._verify, self._earlier = Cooldown(), _MeanVerify(), peer.closings.before()
         self._num_known_nodes = 0
         self._in_background: asyncio.Task[None] | None = None
 
@@ -163,7 +163,7 @@ class DraftClient:
                 left_s = None if opening is None else self._retrier.max_wait_s
                 turn = contract.next_turn(opening, time_left_s=left_s, waits=False)
                 try:
-                    proposal = await self._peer.drafter.propose(turn, self._num_known_nodes, budget)
+                    proposal = await self._peer.propose(turn, self._num_known_nodes, budget, self._earlier)
                     break
                 except CONTRACT_ERRORS as error:
                     num_raises += not isinstance(error, SlotBehind)

@@ -6,6 +6,7 @@ Knows ports and records only, no model and no wire; everything on the route of a
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -13,9 +14,10 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
+from specsplit.core.errors import InvalidRequest, InvalidSettings, LinkError, PeerMismatch, ResourceError
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity, Scores
+from specsplit.orchestrator.closings import CLOSE_S
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import draft_peer, target_peer
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
@@ -26,6 +28,8 @@ from specsplit.speculation.round_plan import draftless
 from specsplit.speculation.statistics import SpeculationStats
 
 _MAX_MET = 16
+
+_log = logging.getLogger(__name__)
 
 
 class MonotonicClock:
@@ -98,8 +102,10 @@ class Orchestrator:
         began_s = loop.time()
         target = await retrier.ask(verifier.ping)  # every request: it may be another one since the last
         self._target.observe_ping(loop.time() - began_s)
-        # Settings are checked once per target; a restarted worker with another model is another target.
-        if target not in self._met:
+        # Settings are checked once per target; a restarted worker with another model is another target. Replicas and
+        # restarts are told apart by measured times as well, which decide nothing here.
+        model = replace(target, step_times=())
+        if model not in self._met:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(
                     f"The target {target.model} has another vocabulary than the tokenizer here; connect again."
@@ -112,16 +118,18 @@ class Orchestrator:
                 raise InvalidRequest(
                     f"The target takes trees of at most {target.max_nodes} nodes, not {num_nodes}.", param="nodes"
                 )
-            self._met.append(target)
+            self._met.append(model)
         return target
 
     def _retrier(self, timeout_s: float | None, events: RequestEvents, began_s: float | None = None) -> Retrier:
         timeout_s = timeout_s if timeout_s is not None else self.retry_policy.timeout_s
-        return Retrier(timeout_s, self.retry_policy, events, began_s)
+        return Retrier(timeout_s, self.retry_policy, events, began_s, self._target.closings)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Yield one chunk per round; the last one carries the result and comes after both sessions are closed.
+        """Yield one chunk per round; the last one carries the result.
 
+        Both sessions are being closed when the last chunk comes, and are closed when the iteration ends. Whoever closes
+        the generator at the last chunk does not wait for that: a request that finds no slot meanwhile does.
         Iterate inside `contextlib.aclosing`: an iteration left early closes its sessions when the generator is closed.
 
         Raises:
@@ -146,7 +154,6 @@ class Orchestrator:
                 modes=self._modes,
                 keep_closing=self._keep_closing,
             )
-            # The last chunk comes after the block: whoever has it may rely on both sessions being closed.
             async with Session(context, request, retrier, events) as session:
                 rounds = session.rounds
                 with self._target.beginning():
@@ -160,7 +167,8 @@ class Orchestrator:
                         now_s = clock.now()
                 ttft_s, decode_s = first_token_s - started_s, now_s - first_token_s
                 chunk = replace(chunk, result=session.result(chunk.finish_reason, ttft_s, decode_s))
-        yield chunk
+                await session.begin_closing()
+                yield chunk
 
     async def generate(self, request: Request) -> Result:
         """Return the finished generation.
@@ -200,8 +208,10 @@ class Orchestrator:
         self._target.use_stats(stats, self._draft, is_greedy=is_greedy, plans=decides(self.speculation))
 
     async def aclose(self) -> None:
-        """End what finished requests left: workers that never said that their slot is free. Workers stay open."""
+        """End what finished requests left: workers get CLOSE_S to say that their slots are free. They stay open."""
         closing = list(self._closing)
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSE_S)
         for task in closing:
             task.cancel()
         await asyncio.gather(*closing, return_exceptions=True)
@@ -212,5 +222,6 @@ class Orchestrator:
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not complain of an error nobody needs
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.DEBUG if isinstance(error, LinkError | ResourceError) else logging.WARNING
+            _log.log(level, "a session could not be closed; its slot is freed when its time is over", exc_info=error)

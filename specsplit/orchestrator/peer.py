@@ -15,9 +15,10 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
+from specsplit.core.errors import DeadlineExceeded, Overloaded, PeerMismatch, VocabularyMismatch
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Identity
+from specsplit.core.types import Budget, Identity, Proposal, Turn
+from specsplit.orchestrator.closings import Closings, EarlierCloses
 from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replicas import Replicas
@@ -61,7 +62,7 @@ class TargetPeer:
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
-        self.decoding = DecodingSessions()
+        self.decoding, self.closings = DecodingSessions(), Closings()
         self.lookup_reader = TextReader()
         self._ping_s = math.inf
         """The quickest ping so far."""
@@ -127,7 +128,7 @@ class DraftPeer:
         self.identity: Identity | None = None
         self.trouble: Reason | None = "unreachable"
         """Why nobody asks before a ping is answered, None if it is well."""
-        self.cooldown = Cooldown()
+        self.cooldown, self.closings = Cooldown(), Closings()
         self._rng = rng
         self._met: Identity | None = None
         """The target whose vocabulary it has to share."""
@@ -140,21 +141,26 @@ class DraftPeer:
     async def meet(self, target: Identity, remaining_s: float) -> None:
         """Ask the draft who it is, in front of a new `target`; one that is silent is asked again in the background.
 
-        It is waited for as long as a connection takes, and no longer than `remaining_s`. One that requests could do
-        without before is no reason to refuse them once the target is another one, or restarts.
+        It is waited for as long as a connection takes, and no longer than `remaining_s`; of one that was silent before
+        only an answer that needs no wait counts. One that requests could do without before is no reason to refuse them
+        once the target is another one, or restarts.
 
         Raises:
             VocabularyMismatch, PeerMismatch: it answers, and is no draft for the first target that is met.
         """
-        self._met = target
+        is_silent = self._was_met and self.trouble is not None
+        wait_s = 0.0 if is_silent else min(_MEETING_S, remaining_s)
+        self._met, limit = target, asyncio.timeout(wait_s)
         try:
-            async with asyncio.timeout(min(_MEETING_S, remaining_s)):
+            async with limit:
                 await self.check()
         except (VocabularyMismatch, PeerMismatch) as error:
             if not self._was_met:
                 raise
             self._refuse(error)
         except Exception as error:  # noqa: BLE001 - no draft, no error
+            if limit.expired() and wait_s < _MEETING_S:
+                return  # a short wait says nothing about the draft, which all requests share
             self.trouble = _reason_of_silence(error)
             # Sessions of other orchestrators may be running, and none of them would begin to ping.
             self._start_recovery()
@@ -179,6 +185,15 @@ class DraftPeer:
                 "choose a draft of the target's own family or use --mode plain."
             )
         self.identity = identity
+
+    async def propose(self, turn: Turn, known_nodes: int, budget: Budget, earlier: EarlierCloses) -> Proposal:
+        """Return the draft's new nodes; a session that finds no slot waits for `earlier` closes to free theirs."""
+        try:
+            return await self.drafter.propose(turn, known_nodes, budget)
+        except Overloaded:
+            if not await earlier.wait():
+                raise
+            return await self.drafter.propose(turn, known_nodes, budget)
 
     def delay(self, asked_s: float, now_s: float) -> None:
         """Count a call begun at `asked_s` whose answer is not waited for any longer."""

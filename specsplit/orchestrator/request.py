@@ -158,7 +158,7 @@ class Chunk:
     """The part of the answer that one round added.
 
     Text lags behind tokens where a character or a possible stop string is not complete yet. When the last chunk comes,
-    both sessions are closed.
+    both workers are freeing the request's slots; the next request finds them free.
     """
 
     token_ids: tuple[int, ...]

@@ -22,6 +22,7 @@ from specsplit.core.errors import (
 )
 from specsplit.core.progress import Listener, Progress, current_listener, listening
 from specsplit.limits import MAX_REFUSED_S
+from specsplit.orchestrator.closings import Closings
 from specsplit.orchestrator.events import RequestEvents, reason_of
 from specsplit.orchestrator.request import RetryPolicy
 
@@ -48,7 +49,12 @@ class Retrier:
     """One request's deadline, counted from `began_s` or now, and its way of asking a target that does not answer."""
 
     def __init__(
-        self, timeout_s: float | None, policy: RetryPolicy, events: RequestEvents, began_s: float | None = None
+        self,
+        timeout_s: float | None,
+        policy: RetryPolicy,
+        events: RequestEvents,
+        began_s: float | None = None,
+        closings: Closings | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         began_s = self._loop.time() if began_s is None else began_s
@@ -65,6 +71,8 @@ class Retrier:
         self.queue_s = 0.0
         """Seconds in which the request waited for a slot: in the target's queue, or sent away for a while."""
         self._timeout_s, self._events = timeout_s, events
+        self._earlier = (closings or Closings()).before()
+        """The target's closes for requests that have their answers."""
         self._queued_s = -math.inf
         """When the target said last, in this attempt, that the request waits in its queue."""
 
@@ -151,7 +159,17 @@ class Retrier:
         error: SpecSplitError,
         work_s: float = math.inf,
     ) -> Answer:
-        """Do the same after a first attempt that ended with `error`.
+        """Do the same after a first attempt that ended with `error`; raises what `ask` raises."""
+        if isinstance(error, Overloaded) and error.limit != "tokens" and await self._earlier.wait(self.remaining_s):
+            # What was lacking may be had by now: the session of a request that has its answer was being closed.
+            try:
+                return await self._attempt(partial(send, *arguments), self.attempt_s(work_s))
+            except RETRIED as next_error:
+                error = next_error
+        return await self._retry(partial(send, *arguments), error, work_s)
+
+    async def _retry(self, again: Callable[[], Awaitable[Answer]], error: SpecSplitError, work_s: float) -> Answer:
+        """Ask again and again after an attempt that ended with `error`.
 
         The time for which a target has a caller wait for its tokens does not count as `retry_s`, up to MAX_REFUSED_S.
         Nor does that of an attempt which lasted longer, until its target was lost, if another replica is ready, or
@@ -160,7 +178,7 @@ class Retrier:
         Raises:
             Overloaded: as soon as it comes, unless it `waits_when_full`, or where it does not wait for streams.
         """
-        again, began_s = partial(send, *arguments), self._loop.time()
+        began_s = self._loop.time()
         end_s = self.deadline_s if self._timeout_s is not None else began_s + self.policy.retry_s
         most_s = min(self.deadline_s, max(end_s, began_s + MAX_REFUSED_S))
         pause_s = _FIRST_PAUSE_S

@@ -6,7 +6,6 @@ Made by the orchestrator, which owns what outlives a request. Knows ports and re
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from specsplit.core.types import FinishReason, Identity, SessionParams
 from specsplit.engine.cancellation import to_its_end
 from specsplit.orchestrator.audit import open_audit
 from specsplit.orchestrator.audited_target import AuditedTarget
+from specsplit.orchestrator.closings import CLOSE_S
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import DraftPeer, TargetPeer
@@ -41,11 +41,8 @@ from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner, stream_limits
 from specsplit.speculation.text_lookup import TextLookup
 
-_log = logging.getLogger(__name__)
-CLOSE_S = 1.0
-"""How long the end of a request waits for workers to free their slots."""
 KeepClosing = Callable[[asyncio.Task[None]], None]
-"""Takes a close that has not ended in time, so that it ends with the orchestrator at the latest."""
+"""Takes a close that has begun, so that it ends with the orchestrator at the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +97,10 @@ class Session:
             else AuditedTarget(context.verifier, identity, contract, retrier, limits, self._audit)
         )
         self._draft: DraftClient | None = None
+        self._target_close: asyncio.Task[None] | None = None
+        """The end of the target's session, once it has begun."""
+        self._draft_close: asyncio.Task[None] | None = None
+        """That of the draft's, unless the draft is slow or away: nobody waits for such a one."""
         self._speculator: Speculator | None = None
         # All sources share one speculator, hence one tree: `auto` may change the source between any two rounds.
         sources: Mapping[RoundMode, Source] = {"plain": PlainSource(history)}
@@ -179,46 +180,50 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        has_answered = self._target_close is not None
         try:
-            if isinstance(error, Overloaded):
-                self._close_later()
-            else:
-                await to_its_end(self._close(is_failing=error is not None))
+            self._begin_closes(is_refused=isinstance(error, Overloaded))
+            # Whoever was refused, or left with the whole answer, waits for nothing.
+            if not isinstance(error, Overloaded) and not (has_answered and isinstance(error, GeneratorExit)):
+                await to_its_end(self._wait_closed(is_failing=error is not None))
         finally:
             if self._speculator is not None:
                 self._speculator.stop_reading()
             self.rounds.end_span(self._context.identity.model, len(self._request.prompt_ids))
 
-    def _close_later(self) -> None:
-        """Close both sessions while nobody waits: whoever was refused is to hear of it at once."""
-        self._context.keep_closing(asyncio.create_task(self._target.close()))
-        if self._speculator is not None and self._draft is not None:
-            self._context.keep_closing(asyncio.create_task(self._speculator.close()))
+    async def begin_closing(self) -> None:
+        """Begin to close both sessions, before their whole answer is given to somebody who may not wait for the end."""
+        self._begin_closes(is_refused=False)
+        # One turn of the loop, in which both begin: what comes next to a worker's queue is behind them.
+        await asyncio.sleep(0)
 
-    async def _close(self, *, is_failing: bool) -> None:
-        """Close both sessions, without waiting for ever; a bug in the target's closing is an error of the request.
+    def _begin_closes(self, *, is_refused: bool) -> None:
+        if self._target_close is not None:
+            return
+        context = self._context
+        self._target_close = asyncio.create_task(self._target.close(), name="specsplit-close")
+        context.keep_closing(self._target_close)
+        if not is_refused:  # else it has no slot there
+            context.target.closings.add(self._target_close)
+        if self._speculator is not None and self._draft is not None and context.draft is not None:
+            is_well, close = self._draft.is_well, asyncio.create_task(self._speculator.close(), name="specsplit-close")
+            context.keep_closing(close)
+            context.draft.closings.add(close)
+            self._draft_close = close if is_well else None
+
+    async def _wait_closed(self, *, is_failing: bool) -> None:
+        """Wait for both closes, but not for ever; a bug in the target's closing is an error of the request.
 
         If the request has failed already, its error is the one to report.
         """
-        # Both closes run at the same time, and only so long: a worker that hangs frees the slot by its time to live.
-        closing = asyncio.create_task(self._target.close())
-        tasks = {closing}
-        if self._speculator is not None and self._draft is not None:
-            draft_closing = asyncio.create_task(self._speculator.close())
-            if self._draft.is_well:
-                tasks.add(draft_closing)
-            else:
-                self._context.keep_closing(draft_closing)  # nobody waits for a draft that is slow or away
-        ended, late = await asyncio.wait(tasks, timeout=CLOSE_S)
-        for task in late:
-            self._context.keep_closing(task)
-        for task in ended:
-            failure = None if task.cancelled() else task.exception()
-            if failure is None:
-                continue
-            if task is closing and not is_failing and not isinstance(failure, LinkError | ResourceError):
-                raise failure
-            _log.debug("a session could not be closed; its slot is freed when its time is over", exc_info=failure)
+        # A worker that hangs frees the slot by its time to live.
+        await asyncio.wait({close for close in (self._target_close, self._draft_close) if close}, timeout=CLOSE_S)
+        close = self._target_close
+        if close is None or not close.done() or close.cancelled() or is_failing:
+            return
+        failure = close.exception()
+        if failure is not None and not isinstance(failure, LinkError | ResourceError):
+            raise failure
 
 
 def _session_params(context: SessionContext, request: Request) -> SessionParams:

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 
-from specsplit.core.errors import VocabularyMismatch
-from specsplit.core.types import Proposal, SamplingParams
+from specsplit.core.errors import DeadlineExceeded, VocabularyMismatch
+from specsplit.core.types import Identity, Proposal, SamplingParams
 from specsplit.orchestrator.request import Chunk, DegradedPhase, Replay, Request, Result
-from tests.support.fakes import VOCAB_SIZE
+from tests.support.fakes import VOCAB_SIZE, FakeDraft, FakeTarget, perfect_guess
 from tests.support.flaky import PROMPT, VERIFY_S, Fault, Flaky, collect, orchestrator, request, workers
 from tests.support.virtual_time import run_virtual
 
@@ -183,6 +183,24 @@ def test_a_draft_that_hangs_on_close_costs_a_second() -> None:
     assert run_virtual(main) == pytest.approx(1.0)
 
 
+def test_workers_that_hang_on_close_do_not_hold_back_the_result() -> None:
+    target, draft = workers()
+    target.hangs_on_close = draft.hangs_on_close = True
+
+    async def main() -> tuple[float, Result]:
+        owner, loop, result_s = orchestrator(target, draft), asyncio.get_running_loop(), math.inf
+        async for chunk in owner.stream(request()):
+            if (result := chunk.result) is not None:
+                result_s = loop.time()
+                break
+        assert result is not None
+        await owner.aclose()
+        return result_s, result
+
+    result_s, result = run_virtual(main)
+    assert result_s == pytest.approx(result.timings.ttft_s + result.timings.decode_s)
+
+
 # ---------------------------------------------------------------- garbage
 
 GARBLES: dict[str, Callable[[Proposal], Proposal]] = {
@@ -293,3 +311,63 @@ def test_a_smaller_draft_after_the_return_gets_parameters_that_fit_it() -> None:
     assert openings[0] == sampling.logit_bias
     assert openings[-1] == ()
     assert max(turn.base_length + len(turn.tail) for turn in draft.inner.turns) <= len(PROMPT) + 50
+
+
+# ---------------------------------------------------------------- targets that are others only by name
+
+
+class Timed(FakeTarget):
+    """A target of a model that others serve as well: only the times that it measured are its own."""
+
+    step_s, revision = 0.01, 0
+
+    async def ping(self) -> Identity:
+        return replace(await super().ping(), step_times=((1, self.step_s),), revision=self.revision)
+
+
+class Distant(Flaky):
+    """A worker whose pings travel."""
+
+    ping_s = 0.05
+
+    async def ping(self) -> Identity:
+        await asyncio.sleep(self.ping_s)
+        return await super().ping()
+
+
+@pytest.mark.parametrize("revises", [False, True])
+def test_a_silent_draft_is_waited_for_once_whatever_targets_come(revises: bool) -> None:
+    inner, draft = Timed(), Distant(FakeDraft(perfect_guess))
+    draft.ping_s = math.inf
+    target = Flaky(inner)
+
+    async def main() -> list[float]:
+        owner, loop, waits = orchestrator(target, draft), asyncio.get_running_loop(), list[float]()
+        for number in range(40):
+            inner.step_s = (1 + number % 20) / 100
+            inner.revision = number % 20 if revises else 0
+            began_s = loop.time()
+            await collect(owner, request(3))
+            waits.append(loop.time() - began_s)
+        return waits
+
+    waits = run_virtual(main)
+    assert waits[0] == pytest.approx(2.0)
+    assert max(waits[1:]) < 0.1
+
+
+def test_one_requests_haste_says_nothing_of_the_draft_to_others() -> None:
+    inner, draft = Timed(), Distant(FakeDraft(perfect_guess))
+    target = Flaky(inner, late_s=VERIFY_S)
+    target.after = Fault.LATE
+
+    async def main() -> Result:
+        owner = orchestrator(target, draft)
+        running = asyncio.create_task(collect(owner, request(200)))
+        await asyncio.sleep(0.2)
+        inner.revision = 1  # a stage of it was replaced
+        with pytest.raises(DeadlineExceeded):
+            await collect(owner, request(5, timeout_s=0.03))
+        return (await running)[1]
+
+    assert run_virtual(main).degraded == ()

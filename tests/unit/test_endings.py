@@ -117,11 +117,27 @@ async def test_a_cancellation_during_the_closing_is_let_through_after_it() -> No
     assert_nothing_is_left(target, draft)
 
 
-async def test_the_result_comes_after_the_sessions_are_closed() -> None:
-    target, draft = FakeTarget(), FakeDraft()
+async def test_the_result_comes_at_once_and_the_end_after_the_closing() -> None:
+    target, draft = SlowlyClosing(), FakeDraft()
     async for chunk in orchestrator(target, draft).stream(REQUEST):
         if chunk.result is not None:
-            assert_nothing_is_left(target, draft)
+            assert target.slots
+            assert target.is_closing.is_set()
+            target.may_close.set()
+    assert_nothing_is_left(target, draft)
+
+
+async def test_whoever_leaves_with_the_result_does_not_wait_for_the_closing() -> None:
+    target, draft = SlowlyClosing(), FakeDraft()
+    owner = orchestrator(target, draft)
+    async with aclosing(owner.stream(REQUEST)) as stream:
+        async for chunk in stream:
+            if chunk.result is not None:
+                break
+    assert target.slots
+    target.may_close.set()
+    await owner.aclose()
+    assert_nothing_is_left(target, draft)
 
 
 class NeverClosing(FakeDraft):

@@ -95,6 +95,8 @@ async def generate(
                 async for chunk in chunks:
                     spend(len(chunk.token_ids))
                     yield chunk
+                    if chunk.result is not None:
+                        return
 
     with metrics.following(model.name, len(ids)) as followed:
         async with aclosing(_admitted(answer_once, tell_full)) as chunks:
