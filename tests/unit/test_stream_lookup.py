@@ -208,7 +208,7 @@ def test_one_piece_of_all_texts_is_read_at_a_time() -> None:
     assert pieces[0] == 5 * 4, "each stream's first pieces come with its first commit"
     assert max(pieces[1:]) == 1
     assert sum(pieces) < 5 * 4 + 5 + 4 + 3, (
-        "the first stream has nine pieces; those of the others are not read any more"
+        "the first stream has nine pieces; no more of the others are read"
     )
 
 
