@@ -207,9 +207,7 @@ def test_one_piece_of_all_texts_is_read_at_a_time() -> None:
     pieces = run_virtual(main)
     assert pieces[0] == 5 * 4, "each stream's first pieces come with its first commit"
     assert max(pieces[1:]) == 1
-    assert sum(pieces) < 5 * 4 + 5 + 4 + 3, (
-        "the first stream has nine pieces; no more of the others are read"
-    )
+    assert sum(pieces) < 5 * 4 + 5 + 4 + 3, "the first stream has nine pieces; no more of the others are read"
 
 
 def test_what_never_comes_true_is_hardly_looked_up_any_more() -> None:
