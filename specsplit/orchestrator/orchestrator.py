@@ -5,20 +5,20 @@ Knows ports and records only, no model and no wire; everything on the route of a
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import InvalidRequest, InvalidSettings, LinkError, PeerMismatch, ResourceError
+from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity, Scores
-from specsplit.orchestrator.closings import CLOSE_S
+from specsplit.orchestrator.closings import Closings
 from specsplit.orchestrator.events import RequestEvents
+from specsplit.orchestrator.first_round import first_chunk
 from specsplit.orchestrator.peer import draft_peer, target_peer
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.orchestrator.retry import Retrier
@@ -28,8 +28,6 @@ from specsplit.speculation.round_plan import draftless
 from specsplit.speculation.statistics import SpeculationStats
 
 _MAX_MET = 16
-
-_log = logging.getLogger(__name__)
 
 
 class MonotonicClock:
@@ -76,7 +74,7 @@ class Orchestrator:
         self._modes = speculation.auto_modes if drafts else draftless(speculation.auto_modes)
         self._met: deque[Identity] = deque(maxlen=_MAX_MET)
         """The targets that these settings were checked against: replicas, or one after the other."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closings = Closings()
 
     @property
     def mode(self) -> Mode:
@@ -95,13 +93,13 @@ class Orchestrator:
             DeadlineExceeded, LinkError: the target does not answer.
         """
         with self._target.session_verifier() as verifier:
-            return await self._connect(self._retrier(None, RequestEvents()), verifier)
+            retrier = self._retrier(None, RequestEvents())
+            target = await self._target.ask(verifier, retrier)
+            await self._check(target, retrier)
+            return target
 
-    async def _connect(self, retrier: Retrier, verifier: Verifier) -> Identity:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        target = await retrier.ask(verifier.ping)  # every request: it may be another one since the last
-        self._target.observe_ping(loop.time() - began_s)
+    async def _check(self, target: Identity, retrier: Retrier) -> None:
+        """Check a target against the settings, the tokenizer and the draft."""
         # Settings are checked once per target; a restarted worker with another model is another target. Replicas and
         # restarts are told apart by measured times as well, which decide nothing here.
         model = replace(target, step_times=())
@@ -119,6 +117,16 @@ class Orchestrator:
                     f"The target takes trees of at most {target.max_nodes} nodes, not {num_nodes}.", param="nodes"
                 )
             self._met.append(model)
+
+    def _known(self, verifier: Verifier, request: Request) -> Identity | None:
+        """Return who the session's target was when it was asked last, if the request may begin on that."""
+        target = self._target.known(verifier)
+        if target is None or replace(target, step_times=()) not in self._met:
+            return None
+        try:
+            request.check_fits(target)
+        except InvalidRequest:
+            return None  # it may have more room by now
         return target
 
     def _retrier(self, timeout_s: float | None, events: RequestEvents, began_s: float | None = None) -> Retrier:
@@ -142,33 +150,46 @@ class Orchestrator:
         events = RequestEvents()
         retrier = self._retrier(request.timeout_s, events, request.began_s)
         with self._target.session_verifier() as verifier:
-            target = await self._connect(retrier, verifier)
-            request.check_fits(target)
-            context = SessionContext(
-                target=self._target,
-                verifier=verifier,
-                identity=target,
-                draft=self._draft,
-                tokenizer=self.tokenizer,
-                speculation=self.speculation,
-                modes=self._modes,
-                keep_closing=self._keep_closing,
-            )
-            async with Session(context, request, retrier, events) as session:
-                rounds = session.rounds
-                with self._target.beginning():
-                    chunk = await rounds.next_chunk()
-                now_s = first_token_s = clock.now()
-                retrier.waits_when_full = True
-                with self._target.counted():
-                    while chunk.finish_reason is None:
-                        yield chunk
-                        chunk = await rounds.next_chunk()
-                        now_s = clock.now()
-                ttft_s, decode_s = first_token_s - started_s, now_s - first_token_s
-                chunk = replace(chunk, result=session.result(chunk.finish_reason, ttft_s, decode_s))
-                await session.begin_closing()
-                yield chunk
+            known = self._known(verifier, request)
+            target = known or await self._target.ask(verifier, retrier)
+            while True:
+                await self._check(target, retrier)
+                request.check_fits(target)
+                ask_other = None
+                if known is not None:
+                    # It may be another one since. It says so beside the first round, before anything of that is shown.
+                    asker = self._retrier(request.timeout_s, events, request.began_s)
+                    ask_other, known = partial(self._target.ask_other, known, verifier, asker), None
+                async with Session(self._context(verifier, target), request, retrier, events) as session:
+                    with self._target.beginning():
+                        chunk = await first_chunk(session.rounds, ask_other)
+                    if isinstance(chunk, Identity):
+                        target = chunk
+                        continue
+                    now_s = first_token_s = clock.now()
+                    retrier.waits_when_full = True
+                    with self._target.counted():
+                        while chunk.finish_reason is None:
+                            yield chunk
+                            chunk = await session.rounds.next_chunk()
+                            now_s = clock.now()
+                    ttft_s, decode_s = first_token_s - started_s, now_s - first_token_s
+                    chunk = replace(chunk, result=session.result(chunk.finish_reason, ttft_s, decode_s))
+                    await session.begin_closing()
+                    yield chunk
+                    return
+
+    def _context(self, verifier: Verifier, target: Identity) -> SessionContext:
+        return SessionContext(
+            target=self._target,
+            verifier=verifier,
+            identity=target,
+            draft=self._draft,
+            tokenizer=self.tokenizer,
+            speculation=self.speculation,
+            modes=self._modes,
+            keep_closing=self._closings.add,
+        )
 
     async def generate(self, request: Request) -> Result:
         """Return the finished generation.
@@ -209,19 +230,4 @@ class Orchestrator:
 
     async def aclose(self) -> None:
         """End what finished requests left: workers get CLOSE_S to say that their slots are free. They stay open."""
-        closing = list(self._closing)
-        if closing:
-            await asyncio.wait(closing, timeout=CLOSE_S)
-        for task in closing:
-            task.cancel()
-        await asyncio.gather(*closing, return_exceptions=True)
-
-    def _keep_closing(self, task: asyncio.Task[None]) -> None:
-        self._closing.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._closing.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            level = logging.DEBUG if isinstance(error, LinkError | ResourceError) else logging.WARNING
-            _log.log(level, "a session could not be closed; its slot is freed when its time is over", exc_info=error)
+        await self._closings.end()

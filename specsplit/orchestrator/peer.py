@@ -21,7 +21,8 @@ from specsplit.core.types import Budget, Identity, Proposal, Turn
 from specsplit.orchestrator.closings import Closings, EarlierCloses
 from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
-from specsplit.orchestrator.replicas import Replicas
+from specsplit.orchestrator.replicas import Replicas, ReplicaSession
+from specsplit.orchestrator.retry import Retrier
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.text_lookup import TextReader
 from specsplit.speculation.worker_times import DecodingSessions
@@ -64,6 +65,8 @@ class TargetPeer:
         self.verifier = verifier
         self.decoding, self.closings = DecodingSessions(), Closings()
         self.lookup_reader = TextReader()
+        self._identity: Identity | None = None
+        """Who it said to be last; replicas keep their own."""
         self._ping_s = math.inf
         """The quickest ping so far."""
         self._stats: WeakKeyDictionary[object, dict[tuple[bool, bool], SpeculationStats]] = WeakKeyDictionary()
@@ -72,6 +75,10 @@ class TargetPeer:
     def session_verifier(self) -> AbstractContextManager[Verifier]:
         """Give the verifier of one session: one of the replicas, if there are several."""
         return self.verifier.session() if isinstance(self.verifier, Replicas) else nullcontext(self.verifier)
+
+    def known(self, verifier: Verifier) -> Identity | None:
+        """Return who the target of a session said to be last; None if it was never asked."""
+        return verifier.identity if isinstance(verifier, ReplicaSession) else self._identity
 
     @contextmanager
     def beginning(self) -> Generator[None]:
@@ -108,12 +115,23 @@ class TargetPeer:
         """Learn into `stats` from now on, for a study that watches what is learned."""
         self._stats.setdefault(draft if draft is not None else self, {})[is_greedy, plans] = stats
 
-    def observe_ping(self, ping_s: float) -> None:
-        """Count a ping, which tells the round trip while nothing else does."""
-        self._ping_s = min(self._ping_s, ping_s)
+    async def ask(self, verifier: Verifier, retrier: Retrier) -> Identity:
+        """Ask the target of a session who it is; the time of a ping tells the round trip while nothing else does."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        self._identity = identity = await retrier.ask(verifier.ping)
+        self._ping_s = min(self._ping_s, ping_s := loop.time() - began_s)
         for of_pair in self._stats.values():
             for stats in of_pair.values():
                 stats.times.observe_ping(ping_s)
+        return identity
+
+    async def ask_other(self, known: Identity, verifier: Verifier, retrier: Retrier) -> Identity | None:
+        """Ask the target of a session who it is; return that if it is not `known`."""
+        target = await self.ask(verifier, retrier)
+        # After a failure another replica may have answered than the one at which the session began.
+        may_be_other = retrier.num_failures > 0 and isinstance(verifier, ReplicaSession)
+        return target if may_be_other or target != known else None
 
 
 class DraftPeer:

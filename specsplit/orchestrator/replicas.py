@@ -190,6 +190,11 @@ class ReplicaSession:
         self.is_moved = False
         """Whether it left a quarantined replica since the last ping: no call failed, and nobody asked who is next."""
 
+    @property
+    def identity(self) -> Identity | None:
+        """Who the session's replica said to be last; None if it was never asked, or is used no more."""
+        return None if self._replica.is_quarantined else self._replica.identity
+
     async def ping(self) -> Identity:
         """Return the identity of the session's replica.
 

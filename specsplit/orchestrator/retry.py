@@ -72,7 +72,6 @@ class Retrier:
         """Seconds in which the request waited for a slot: in the target's queue, or sent away for a while."""
         self._timeout_s, self._events = timeout_s, events
         self._earlier = (closings or Closings()).before()
-        """The target's closes for requests that have their answers."""
         self._queued_s = -math.inf
         """When the target said last, in this attempt, that the request waits in its queue."""
 
@@ -162,6 +161,7 @@ class Retrier:
         """Do the same after a first attempt that ended with `error`; raises what `ask` raises."""
         if isinstance(error, Overloaded) and error.limit != "tokens" and await self._earlier.wait(self.remaining_s):
             # What was lacking may be had by now: the session of a request that has its answer was being closed.
+            self._count_failure(error)
             try:
                 return await self._attempt(partial(send, *arguments), self.attempt_s(work_s))
             except RETRIED as next_error:
@@ -185,8 +185,7 @@ class Retrier:
         while True:
             if isinstance(error, Overloaded) and not self._waits_for(error):
                 raise error
-            self.num_failures += 1
-            self._events.degrade("target", reason_of(error))
+            self._count_failure(error)
             if isinstance(error, Overloaded) and error.limit == "tokens":
                 # A caller's tokens come back with time alone, and the target says when: that is no attempt in vain.
                 end_s = min(end_s + error.retry_after_s, most_s)
@@ -218,6 +217,10 @@ class Retrier:
             was_lost = isinstance(error, ReplicaLost) and now_s - tried_s > self.policy.retry_s
             if was_lost or was_queued:
                 end_s = max(end_s, min(now_s + self.policy.retry_s, most_s))
+
+    def _count_failure(self, error: SpecSplitError) -> None:
+        self.num_failures += 1
+        self._events.degrade("target", reason_of(error))
 
     def _noting(self, outer: Listener | None) -> Listener:
         """Return what notes when the target says that the request waits in its queue."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -18,7 +18,7 @@ from specsplit.core.types import FinishReason, Identity, SessionParams
 from specsplit.engine.cancellation import to_its_end
 from specsplit.orchestrator.audit import open_audit
 from specsplit.orchestrator.audited_target import AuditedTarget
-from specsplit.orchestrator.closings import CLOSE_S
+from specsplit.orchestrator.closings import CLOSE_S, log_failure
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import DraftPeer, TargetPeer
@@ -201,15 +201,19 @@ class Session:
         if self._target_close is not None:
             return
         context = self._context
-        self._target_close = asyncio.create_task(self._target.close(), name="specsplit-close")
-        context.keep_closing(self._target_close)
+        self._target_close = self._begin_close(self._target.close())
         if not is_refused:  # else it has no slot there
             context.target.closings.add(self._target_close)
         if self._speculator is not None and self._draft is not None and context.draft is not None:
-            is_well, close = self._draft.is_well, asyncio.create_task(self._speculator.close(), name="specsplit-close")
-            context.keep_closing(close)
+            is_well, close = self._draft.is_well, self._begin_close(self._speculator.close())
             context.draft.closings.add(close)
             self._draft_close = close if is_well else None
+
+    def _begin_close(self, closing: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        close = asyncio.create_task(closing, name="specsplit-close")
+        close.add_done_callback(log_failure)
+        self._context.keep_closing(close)
+        return close
 
     async def _wait_closed(self, *, is_failing: bool) -> None:
         """Wait for both closes, but not for ever; a bug in the target's closing is an error of the request.

@@ -60,7 +60,8 @@ async def test_the_next_turn_finds_the_slot_and_its_rows(place: str, mode: Mode)
         ids = tuple(random_prompt(60))
         for turn in range(NUM_TURNS):
             result = await answer(owner, ids)
-            assert result.degraded == ()
+            # A target without a queue may refuse the prompt once, which is said; no round goes without the draft.
+            assert {(phase.worker, phase.last_round) for phase in result.degraded} <= {("target", 0)}
             if turn:
                 assert result.num_reused_tokens >= len(ids) - 8
             ids = (*ids, *result.token_ids, 5, 6, 7)
