@@ -5,6 +5,7 @@ Legend: V vocabulary. Token ids are ints below V; positions count tokens from th
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -336,7 +337,7 @@ def quantised_log_probs(log_probs: Iterable[float]) -> tuple[float, ...]:
 
 def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:
     """Return the 4-byte hash of a token prefix; `before` is the hash of what precedes `token_ids`."""
-    return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in token_ids), before)
+    return zlib.crc32(struct.pack(f"<{len(token_ids)}I", *token_ids), before)
 
 
 def prefix_hashes(token_ids: Sequence[int], before: int = 0) -> list[int]:

@@ -142,17 +142,17 @@ class Scheduler:
 
     def _run(self, batch: Batch) -> None:
         """Run a batch and postprocess it, unless it is pending elsewhere; one that fails goes in parts, or ends."""
-        if (most_rows := self.budget.width.exceeded(batch)) is None:
+        if (width := self.budget.width).max_rows == math.inf or (most_rows := width.exceeded(batch)) is None:
             try:
                 is_here = self._runner.max_pending == 1
                 made = self._runner.forward(batch.sequences) if is_here else self._runner.begin(batch.sequences)
             except Exception as error:  # noqa: BLE001 - whatever the device raises ends these tasks, never the thread
-                if (most_rows := self.budget.width.rows_after(batch, error)) is None:
+                if (most_rows := width.rows_after(batch, error)) is None:
                     return self._fail(batch.tasks, error)
             else:
                 return self._postprocess(batch, made) if isinstance(made, list) else self._await(batch, made)
         # Here the error is gone, and with it what the failed forward had computed.
-        return self.budget.width.run_parts(batch, most_rows, self._run)
+        return width.run_parts(batch, most_rows, self._run)
 
     def _postprocess(self, batch: Batch, logits: list[Tensor]) -> None:
         """Give each task its logits: it asks for its next forward, or ends; one that was cut stays ready."""

@@ -47,8 +47,6 @@ class StepWidth:
 
     def exceeded(self, batch: Batch) -> float | None:
         """Return the bound that makes a batch go in parts; None if it goes as it is."""
-        if self.max_rows == math.inf:
-            return None
         if time.monotonic() > self._until_s:
             self.max_rows = math.inf
         return self.max_rows if len(batch.tasks) > 1 and batch.num_rows > self.max_rows else None

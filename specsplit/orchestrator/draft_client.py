@@ -163,8 +163,11 @@ class DraftClient:
                 left_s = None if opening is None else self._retrier.max_wait_s
                 turn = contract.next_turn(opening, time_left_s=left_s, waits=False)
                 try:
-                    proposal = await self._peer.propose(turn, self._num_known_nodes, budget, self._earlier)
+                    proposal = await self._peer.drafter.propose(turn, self._num_known_nodes, budget)
                     break
+                except Overloaded:  # the slot that it lacks may be that of a request which is being closed
+                    if not await self._earlier.wait():
+                        raise
                 except CONTRACT_ERRORS as error:
                     num_raises += not isinstance(error, SlotBehind)
                     if num_raises > MAX_RAISES:

@@ -15,16 +15,16 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from specsplit.core.errors import DeadlineExceeded, Overloaded, PeerMismatch, VocabularyMismatch
+from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Budget, Identity, Proposal, Turn
-from specsplit.orchestrator.closings import Closings, EarlierCloses
+from specsplit.core.types import Identity
+from specsplit.orchestrator.closings import Closings
 from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replicas import Replicas, ReplicaSession
 from specsplit.orchestrator.retry import Retrier
+from specsplit.speculation.lookup import TextReader
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.text_lookup import TextReader
 from specsplit.speculation.worker_times import DecodingSessions
 
 _log = logging.getLogger(__name__)
@@ -203,15 +203,6 @@ class DraftPeer:
                 "choose a draft of the target's own family or use --mode plain."
             )
         self.identity = identity
-
-    async def propose(self, turn: Turn, known_nodes: int, budget: Budget, earlier: EarlierCloses) -> Proposal:
-        """Return the draft's new nodes; a session that finds no slot waits for `earlier` closes to free theirs."""
-        try:
-            return await self.drafter.propose(turn, known_nodes, budget)
-        except Overloaded:
-            if not await earlier.wait():
-                raise
-            return await self.drafter.propose(turn, known_nodes, budget)
 
     def delay(self, asked_s: float, now_s: float) -> None:
         """Count a call begun at `asked_s` whose answer is not waited for any longer."""

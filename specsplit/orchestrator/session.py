@@ -37,9 +37,9 @@ from specsplit.orchestrator.target_client import TargetClient
 from specsplit.orchestrator.text import Answer
 from specsplit.orchestrator.wire import Traffic, Wire
 from specsplit.speculation.cost_model import RoundMode
+from specsplit.speculation.lookup import TextLookup
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner, stream_limits
-from specsplit.speculation.text_lookup import TextLookup
 
 KeepClosing = Callable[[asyncio.Task[None]], None]
 """Takes a close that has begun, so that it ends with the orchestrator at the latest."""

@@ -6,12 +6,11 @@ Both clients keep one `SessionContract` each over one shared `TokenHistory`. Kno
 from __future__ import annotations
 
 import secrets
-import struct
 from collections.abc import Sequence
 from zlib import crc32
 
 from specsplit.core.errors import AccessDenied, SlotBehind, SpecSplitError, StaleEpoch, StaleRound, WorkerFailed
-from specsplit.core.types import SessionParams, Timings, Turn
+from specsplit.core.types import SessionParams, Timings, Turn, prefix_hash
 from specsplit.orchestrator.degraded import ReplayReason, WorkerRole
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.wire import Traffic
@@ -24,10 +23,6 @@ CONTRACT_ERRORS = (SlotBehind, StaleRound, StaleEpoch, AccessDenied)
 """Errors by which a worker says that it holds another state than the turn claims; see docs/protocol.md."""
 
 
-_HASH_SPACING = 64
-"""Tokens from one prefix hash that is kept to the next: at most so many less one are hashed for a turn."""
-
-
 def session_key() -> str:
     """Return a key for a session, which nobody else can guess."""
     return secrets.token_hex(16)
@@ -37,33 +32,28 @@ class TokenHistory:
     """The token ids of a session, prompt first, and their prefix hashes. It is the only truth about the text."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.ids: list[int] = []
-        self.largest = 0
+        self.ids, self.num_prompt = list(prompt_ids), len(prompt_ids)
+        self.largest = max(prompt_ids, default=0)
         """The largest of the ids; a draft whose vocabulary has fewer cannot follow."""
-        self._hashes = [0]
-        """The prefix hashes of the first 0, 64, 128, ... tokens, as far as anybody asked."""
-        self.extend(prompt_ids)
+        self.hashes: list[int] = []
+        """`hashes[n]` is the prefix hash of the prompt and n tokens behind it; empty as long as there are none."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""
+        hashes = self.hashes or [prefix_hash(self.ids)]
+        for token_id in token_ids:
+            hashes.append(crc32(token_id.to_bytes(4, "little"), hashes[-1]))
+        self.hashes = hashes
         self.ids.extend(token_ids)
         self.largest = max(self.largest, 0, *token_ids)
 
     def prefix_hash(self, length: int) -> int:
-        """Return the prefix hash of the first `length` tokens; every turn asks for one, of a long text too."""
-        hashes, (count, rest) = self._hashes, divmod(length, _HASH_SPACING)
-        while len(hashes) <= count:
-            hashes.append(self._hash(len(hashes) * _HASH_SPACING, _HASH_SPACING))
-        return self._hash(length, rest)
-
-    def _hash(self, end: int, count: int) -> int:
-        """Return the prefix hash at `end` from the one that is kept `count` tokens before."""
-        start = end - count
-        packed = struct.pack(f"<{count}I", *self.ids[start:end])
-        return crc32(packed, self._hashes[start // _HASH_SPACING])
+        """Return the prefix hash of the first `length` tokens; those of parts of the prompt are not kept."""
+        known = length - self.num_prompt
+        return self.hashes[known] if known >= 0 and self.hashes else prefix_hash(self.ids[:length])
 
 
 class SessionContract:
@@ -113,6 +103,7 @@ class SessionContract:
         # [ held by the worker | tail: sent with this turn ]
         # 0                num_held                 committed
         history, num_held = self.history, self.num_held
+        known = num_held - history.num_prompt
         self.round += 1
         if self._has_unreported_raise:
             self._has_unreported_raise = False
@@ -122,7 +113,7 @@ class SessionContract:
             epoch=self.epoch,
             round=self.round,
             base_length=num_held,
-            base_hash=history.prefix_hash(num_held),
+            base_hash=history.hashes[known] if known >= 0 and history.hashes else history.prefix_hash(num_held),
             tail=tuple(history.ids[num_held:]),
             opening=None if self.is_open else params or self.params,
             max_wait_s=time_left_s if waits else 0.0,

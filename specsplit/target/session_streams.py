@@ -12,7 +12,7 @@ from specsplit.engine.batch import at_once
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import SessionTable
 from specsplit.model.loader import LoadedModel
-from specsplit.speculation.text_lookup import MAX_TOKENS
+from specsplit.speculation.lookup import MAX_TOKENS
 from specsplit.target.stream import TargetLimits, TargetStream, Verify
 from specsplit.target.stream_lookup import LookupKnowledge
 

@@ -18,7 +18,7 @@ from specsplit.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, 
 from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, prefix_hash
 from specsplit.engine.cancellation import to_its_end
 from specsplit.limits import FIRST_FOUND, MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
-from specsplit.speculation.text_lookup import MAX_TOKENS
+from specsplit.speculation.lookup import MAX_TOKENS
 from specsplit.target.held_tree import HeldTree
 from specsplit.target.stream_lookup import LookupKnowledge, StreamLookup
 from specsplit.target.stream_scheduler import StreamScheduler

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specsplit.speculation.acceptance import Acceptance
-from specsplit.speculation.lookup import LookupTree
+from specsplit.speculation.lookup import MAX_TOKENS, LookupTree, TextLookup, TextReader
 from specsplit.speculation.rates import LookupYield
-from specsplit.speculation.text_lookup import MAX_TOKENS, TextLookup, TextReader
 
 
 class LookupKnowledge(TextReader):

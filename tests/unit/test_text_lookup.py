@@ -12,9 +12,8 @@ from specsplit.core.types import prefix_hash
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.orchestrator.session_contract import TokenHistory
-from specsplit.speculation.lookup import LookupIndex, LookupTree
+from specsplit.speculation.lookup import MAX_TOKENS, LookupIndex, LookupTree, TextLookup, TextReader
 from specsplit.speculation.options import Speculation
-from specsplit.speculation.text_lookup import MAX_TOKENS, TextLookup, TextReader
 from tests.support.fakes import VOCAB_SIZE, FakeTarget, FakeTokenizer
 from tests.support.virtual_time import run_virtual
 

@@ -15,10 +15,9 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
-from specsplit.speculation.lookup import LookupTree
+from specsplit.speculation.lookup import LookupTree, TextLookup
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.text_lookup import TextLookup
 from specsplit.speculation.token_tree import SpeculationTree
 
 _NOTHING_FOUND = LookupTree()
@@ -329,7 +328,8 @@ class SessionLookup:
 
         `is_plain` says that `auto` planned the round without nodes.
         """
-        self.catch_up()
+        if self.text is not None:
+            self.text.follow()
         lookup_yield, found = self._stats.lookup_yield, self._found
         if self._longest_hit is not None:
             lookup_yield.observe(self._longest_hit, num_accepted)
