@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specsplit.model import loader, wide_spans
+from specsplit.model import packing, wide_spans
 from specsplit.model.attention.function import LayerSpec
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.paths import MOST_ROWS
@@ -95,7 +95,7 @@ def test_models_and_stages_have_spans_as_wide_as_was_found(tmp_path: Path, monke
     require_packs("fp32")
     source, outlines = save(tmp_path, "llama"), set[str]()
     for width in (MOST_ROWS, 512):
-        monkeypatch.setattr(loader, "span_rows", lambda *asked, width=width: width)
+        monkeypatch.setattr(packing, "span_rows", lambda *asked, width=width: width)
         model = load(source, "fp32")
         stage = load_shard(
             source, ShardSpec(0, 2, has_embedding=True, has_head=False), ShardOptions(dtype="fp32", context=CONTEXT)
