@@ -6,6 +6,7 @@ own; SPECSPLIT_DEBUG=1 logs everything.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _IDS = ("event", "session", "request")
 """Fields that a record may have beside its message."""
 _notes = logging.getLogger("specsplit.notes")
+_grpc = logging.getLogger("grpc._cython.cygrpc")
 
 
 def is_debugging() -> bool:
@@ -64,12 +66,19 @@ def set_up_logging(settings: LoggedSettings | None = None, role: str = "") -> No
             package.addHandler(logging.NullHandler())
         return
     logging.basicConfig(level=logging.INFO if is_debugging() else logging.WARNING, format=_FORMAT)
+    _grpc.addFilter(_is_no_cancellation)
     if settings is None:
         return
     package.setLevel(logging.DEBUG if is_debugging() else settings.log_level.upper())
     if settings.log_format == "json":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonFormatter(role))
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Tell whether a record is more than the traceback that gRPC writes of a call cancelled before its first step."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, asyncio.CancelledError)
 
 
 def note(text: str) -> None:

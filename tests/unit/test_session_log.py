@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -23,6 +24,7 @@ from tests.support.small_target import PARAMS, PROMPT, whole
 from tests.unit.test_sessions import HandClock
 
 KEY = "0123456789abcdef" * 2
+GRPC = "grpc._cython.cygrpc"
 
 
 @pytest.fixture
@@ -33,6 +35,7 @@ def root() -> Iterator[io.StringIO]:
     root.handlers = [logging.StreamHandler(stream)]
     yield stream
     root.handlers, root.level = before[0], before[1]
+    logging.getLogger(GRPC).filters.clear()
     package.setLevel(before[2])
 
 
@@ -61,6 +64,17 @@ def test_the_level_that_was_chosen_is_kept(root: io.StringIO, monkeypatch: pytes
     log_session("queued", KEY)
     logging.getLogger("specsplit.rpc").warning("something is wrong")
     assert root.getvalue() == "something is wrong\n"
+
+
+def test_grpc_writes_no_traceback_of_a_call_cut_before_its_first_step(root: io.StringIO) -> None:
+    logs.set_up_logging(TargetSettings(), "target")
+    for error in (asyncio.CancelledError(), ValueError("a mistake")):
+        try:
+            raise error
+        except (asyncio.CancelledError, ValueError):
+            logging.getLogger(GRPC).exception("Exception not handled by _handle_exceptions")
+    assert "CancelledError" not in root.getvalue()
+    assert "ValueError: a mistake" in root.getvalue()
 
 
 def test_errors_of_a_session_are_logged_once_each_and_go_on(caplog: pytest.LogCaptureFixture) -> None:
