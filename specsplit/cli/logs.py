@@ -6,7 +6,6 @@ own; SPECSPLIT_DEBUG=1 logs everything.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -78,7 +77,11 @@ def set_up_logging(settings: LoggedSettings | None = None, role: str = "") -> No
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
     """Tell whether a record is more than the traceback that gRPC writes of a call cancelled before its first step."""
     kind = record.exc_info[0] if record.exc_info else None
-    return kind is None or not issubclass(kind, asyncio.CancelledError)
+    if kind is None:
+        return True
+    from asyncio import CancelledError
+
+    return not issubclass(kind, CancelledError)
 
 
 def note(text: str) -> None:
