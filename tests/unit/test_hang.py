@@ -80,6 +80,8 @@ def test_who_waits_for_a_processor_is_told_from_who_sleeps() -> None:
         else:
             raise AssertionError("nobody was seen to wait")
     finally:
+        # All at once: the starved one comes to its end only when the others have gone.
         for program in programs:
             program.kill()
+        for program in programs:
             program.communicate()
