@@ -166,7 +166,7 @@ def log_probs(dtype: str, result: Result) -> torch.Tensor:
     return rows.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("shape", ["default", "auto"])
+@pytest.mark.parametrize("shape", [pytest.param("default", marks=pytest.mark.slow), "auto"])
 def test_in_bf16_log_probabilities_are_no_further_from_fp64_than_eager(shape: str) -> None:
     wanted = [replace(request(prompt, tokens=32), logprobs=0) for prompt in prompts()[::6]]
     ours, eager = list[float](), list[float]()

@@ -134,8 +134,7 @@ def test_greedy_output_is_that_of_transformers(family: str, tree: str) -> None:
         assert_same_tokens(result.token_ids, generated[0, len(wanted.prompt_ids) :].tolist(), truth, wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", FORMATS if FULL else ["bf16"])
+@pytest.mark.parametrize(("family", "dtype"), sorted({case[:2] for case in CASES if case[1] != "fp32"}))
 def test_a_machine_that_packs_weights_promises_the_bits(family: str, dtype: str) -> None:
     """Guards the test above, which makes an exception of targets that do not."""
     require_bits(model(family, "target", 1, dtype).runner, dtype)

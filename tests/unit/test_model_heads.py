@@ -34,7 +34,11 @@ import transformers.models.qwen3.modeling_qwen3
 _OTHERWISE = "import_utils.define_import_structure = import_utils.define_import_structure.__wrapped__"
 
 
-@pytest.mark.parametrize(("before", "times"), [("", "0"), (_OTHERWISE, "1")], ids=["known", "another transformers"])
+@pytest.mark.parametrize(
+    ("before", "times"),
+    [("", "0"), pytest.param(_OTHERWISE, "1", marks=pytest.mark.slow)],
+    ids=["known", "another transformers"],
+)
 def test_models_know_all_that_they_would_have_read(before: str, times: str) -> None:
     program = _PROGRAM.format(before=before)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)

@@ -109,11 +109,13 @@ def test_what_transformers_was_spared_is_there_for_those_who_ask() -> None:
     _run(_ASKED_FOR)
 
 
+@pytest.mark.slow
 def test_another_transformers_may_ask_for_more(tmp_path: Path) -> None:
     (tmp_path / "transformers_of_others.py").write_text(_OTHER_MODULE)
     (tmp_path / "odd_transformers.py").write_text(_ODD_MODULE)
     _run(_OTHERS, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_is_spared_nothing() -> None:
     _run("import sys, specsplit.model.loader; assert 'torch.distributed.tensor' in sys.modules", RANK="0")
