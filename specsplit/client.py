@@ -103,9 +103,10 @@ class Client:
         return self._stream(self._connected, prompt, request_settings(self._settings.orchestrator, options, prompt))
 
     async def score(self, prompt: Sequence[int], scored: Sequence[int], *, top_logprobs: int = 0) -> Scores:
-        """Return the log-probability of each token of `scored` behind `prompt`, at temperature 1."""
-        orchestrator = self._connected.orchestrator(self._settings.orchestrator)
-        return await orchestrator.score(prompt, scored, top_logprobs=top_logprobs)
+        """Return the log-probability of each token of `scored` behind `prompt`, at temperature 1, within `timeout`."""
+        settings = self._settings.orchestrator
+        orchestrator = self._connected.orchestrator(settings)
+        return await orchestrator.score(prompt, scored, top_logprobs=top_logprobs, timeout_s=settings.timeout)
 
     @property
     def _connected(self) -> Workers:

@@ -10,7 +10,7 @@ import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from specsplit.core.defaults import DRAFTLESS
+from specsplit.core.errors import WorkerClosed
 from specsplit.core.ports import Drafter, Tokenizer, Verifier
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.engine.admission import aged
@@ -89,14 +89,15 @@ class Workers:
         self.tokenizer = tokenizer
         self._placement = placement
         self._turns = _Turns(placement.max_requests)
-        self._orchestrators: dict[tuple[Speculation, RetryPolicy], Orchestrator] = {}
+        self._orchestrators: dict[Speculation, Orchestrator] = {}
+        self._is_closed = False
 
     async def stream(self, request: Request, settings: OrchestratorSettings) -> AsyncGenerator[Chunk]:
         """Yield the answer once it is the request's turn; iterate inside `contextlib.aclosing`.
 
         It ends with the last chunk, while the workers still free their slots.
 
-        Raises what `Orchestrator.stream` raises.
+        Raises what `orchestrator` and `Orchestrator.stream` raise.
         """
         turn = self._turns.of(request.priority)
         async with turn, contextlib.aclosing(self.orchestrator(settings).stream(request)) as chunks:
@@ -106,7 +107,13 @@ class Workers:
                     return
 
     def orchestrator(self, settings: OrchestratorSettings) -> Orchestrator:
-        """Return the orchestrator for `settings`, the same for equal ones; all of them share what they learn."""
+        """Return an orchestrator for `settings`; all of them share what they learn.
+
+        Raises:
+            WorkerClosed: after `aclose`.
+        """
+        if self._is_closed:
+            raise WorkerClosed("The connection to the workers has been closed; make a new one.")
         speculation = Speculation(
             mode=settings.mode,
             nodes=settings.nodes,
@@ -115,23 +122,21 @@ class Workers:
             lookup=settings.lookup,
             auto_modes=self._placement.auto_modes,
         )
+        if speculation not in self._orchestrators:
+            self._orchestrators[speculation] = Orchestrator(self.verifier, self.drafter, self.tokenizer, speculation)
         # In one process draft and target take turns, so giving up on the draft would gain nothing.
         draft_s = settings.draft_patience if self._placement.is_remote else math.inf
-        retry_policy = RetryPolicy(
-            retry_s=settings.retry,
-            draft_s=draft_s,
-            can_be_silent=not self._placement.is_on_loop,
-            waits_when_full=self._placement.waits_when_full,
-        )
-        key = (speculation, retry_policy)
-        if key not in self._orchestrators:
-            drafter = None if settings.mode in DRAFTLESS else self.drafter
-            self._orchestrators[key] = Orchestrator(
-                self.verifier, drafter, self.tokenizer, speculation, retry_policy=retry_policy
+        # No orchestrator is kept for the times: every request may have others.
+        return self._orchestrators[speculation].with_retry_policy(
+            RetryPolicy(
+                retry_s=settings.retry,
+                draft_s=draft_s,
+                can_be_silent=not self._placement.is_on_loop,
+                waits_when_full=self._placement.waits_when_full,
             )
-        return self._orchestrators[key]
+        )
 
     async def aclose(self) -> None:
-        """End the background tasks of the orchestrators; whoever opened the workers closes them."""
-        for orchestrator in self._orchestrators.values():
-            await orchestrator.aclose()
+        """Take no request any more, and end the orchestrators' tasks; whoever opened the workers closes them."""
+        self._is_closed = True
+        await asyncio.gather(*(orchestrator.aclose() for orchestrator in self._orchestrators.values()))

@@ -82,6 +82,9 @@ def plan_kv(per_token: int, wanted: KVRequest, device: torch.device) -> KVPlan:
             raise _too_small(per_token, wanted, num_bytes, context)
         context = context // _LEAST_CONTEXT * _LEAST_CONTEXT
         needed = slot_rows(context + node_limit)
+    if not returns_memory(device):
+        fewest = max_sessions if wanted.min_sessions is None else wanted.min_sessions
+        max_sessions = max(fewest, min(max_sessions, rows // needed))
     if not returns_memory(device) and needed * max_sessions > rows:
         raise OutOfMemory(
             f"{device} holds every KV slot in full: {max_sessions} sessions of {needed} rows of {per_token} bytes are "

@@ -9,10 +9,11 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
-from specsplit.core.defaults import Mode
+from specsplit.core.defaults import DRAFTLESS, Mode
 from specsplit.core.errors import InvalidRequest, InvalidSettings, PeerMismatch
 from specsplit.core.ports import Clock, Drafter, Tokenizer, Verifier
 from specsplit.core.types import Identity, Scores
@@ -66,15 +67,19 @@ class Orchestrator:
         self.clock = clock if clock is not None else MonotonicClock()
         # Made here by default: one made with the module would give every forked process the same jitter.
         self.retry_policy = retry_policy or RetryPolicy()
-        drafts = drafter is not None and speculation.mode not in ("plain", "lookup")
-        self._target = target_peer(verifier)
-        self._draft = (
-            draft_peer(drafter, self._target, self.retry_policy.rng) if drafter is not None and drafts else None
-        )
-        self._modes = speculation.auto_modes if drafts else draftless(speculation.auto_modes)
+        self._target, self._draft = target_peer(verifier), None
+        if drafter is not None and speculation.mode not in DRAFTLESS:
+            self._draft = draft_peer(drafter, self._target, self.retry_policy.rng)
+        self._modes = speculation.auto_modes if self._draft is not None else draftless(speculation.auto_modes)
         self._met: deque[Identity] = deque(maxlen=_MAX_MET)
         """The targets that these settings were checked against: replicas, or one after the other."""
         self._closings = Closings()
+
+    def with_retry_policy(self, retry_policy: RetryPolicy) -> Orchestrator:
+        """Return an orchestrator of the same workers with other times; the two share all they know and close."""
+        other = copy(self)
+        other.retry_policy = retry_policy
+        return other
 
     @property
     def mode(self) -> Mode:

@@ -6,14 +6,16 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any, Unpack
 
 import pytest
 
 from specsplit import client as clients
 from specsplit.assembly.workers import Workers
-from specsplit.client import Client
-from specsplit.core.errors import DeadlineExceeded
+from specsplit.client import Client, ClientOptions
+from specsplit.core.errors import DeadlineExceeded, WorkerClosed
 from specsplit.core.settings import Settings
+from specsplit.core.types import Scores
 from tests.support.fakes import FakeTarget, FakeTokenizer
 
 
@@ -31,13 +33,22 @@ class SlowTokenizer(FakeTokenizer):
 
 
 @asynccontextmanager
-async def connected(tokenizer: FakeTokenizer, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Client]:
+async def connected(
+    tokenizer: FakeTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    target: FakeTarget | None = None,
+    **options: Unpack[ClientOptions],
+) -> AsyncGenerator[Client]:
     @asynccontextmanager
     async def workers(settings: Settings) -> AsyncGenerator[Workers]:
-        yield Workers(FakeTarget(), None, tokenizer)
+        made = Workers(target or FakeTarget(), None, tokenizer)
+        try:
+            yield made
+        finally:
+            await made.aclose()
 
     monkeypatch.setattr(clients, "remote_workers", workers)
-    async with Client("127.0.0.1:1", mode="plain", max_new_tokens=2, ignore_eos=True) as client:
+    async with Client("127.0.0.1:1", mode="plain", max_new_tokens=2, ignore_eos=True, **options) as client:
         yield client
 
 
@@ -60,3 +71,26 @@ async def test_a_requests_time_begins_before_its_prompt_is_encoded(monkeypatch: 
         asyncio.get_running_loop().call_at(ended, tokenizer.go_on.set)
         with pytest.raises(DeadlineExceeded, match=r"within its 0\.01 s"):
             await asking
+
+
+async def test_a_request_whose_prompt_is_encoded_as_the_client_closes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SlowTokenizer()
+    async with connected(tokenizer, monkeypatch) as client:
+        asking = asyncio.create_task(client.generate("ab"))
+        await asyncio.to_thread(tokenizer.has_begun.wait)
+        await client.aclose()
+        tokenizer.go_on.set()
+        with pytest.raises(WorkerClosed, match=r"has been closed; make a new one\."):
+            await asking
+
+
+class SilentTarget(FakeTarget):
+    async def score(self, *asked: Any) -> Scores:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_score_ends_with_the_timeout_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with connected(FakeTokenizer(), monkeypatch, SilentTarget(), timeout=0.01) as client:
+        with pytest.raises(DeadlineExceeded, match=r"within its 0\.01 s"):
+            await asyncio.wait_for(client.score([1], [2]), 30)

@@ -180,14 +180,14 @@ def test_another_recording_of_a_model_that_passed_is_compared(
 ) -> None:
     load(folder)
     compared.clear()
-    right: Callable[..., Any] = torch.jit.trace
+    right: Callable[..., Any] = recorded_cpu.traced
 
-    def wrong(forward: Callable[..., torch.Tensor], *args: Any, **named: Any) -> Any:
-        return right(lambda *memory: forward(*memory) * 1.01, *args, **named)
+    def wrong(forward: Callable[..., torch.Tensor], example: tuple[torch.Tensor, ...]) -> Any:
+        return right(lambda *memory: forward(*memory) * 1.01, example)
 
     for _ in range(2):  # a failure is not kept
         with monkeypatch.context() as patch:
-            patch.setattr(torch.jit, "trace", wrong)
+            patch.setattr(recorded_cpu, "traced", wrong)
             assert not load(folder).is_recorded
         assert set(compared) == {"recording"}
         compared.clear()

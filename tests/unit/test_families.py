@@ -13,6 +13,7 @@ from torch import Tensor
 from specsplit.core.errors import ModelUnsupported, OutOfMemory
 from specsplit.model import runner as runners
 from specsplit.model.attention.metadata import SequenceInput
+from specsplit.model.backends import recorded_cpu
 from specsplit.model.loader import load_model
 from specsplit.model.probe import eager_logits, probe
 from specsplit.model.runner import Runner
@@ -89,12 +90,12 @@ def test_a_recording_that_computes_nothing_or_elsewhere_is_refused(
     folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
     runner = load_model(str(folder), role="target", threads=1, record=False).runner
     truth = runner.forward([SequenceInput(0, 0, [5])])[0]
-    monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: lambda *memory: memory[-1])  # what lies there
+    monkeypatch.setattr(recorded_cpu, "traced", lambda *args: lambda *memory: memory[-1])  # what lies there
     assert not runner.record()
     assert (runner.forward([SequenceInput(0, 0, [5])])[0] - truth).abs().max() < 1e-5
     forward = runner.backend.forward
     elsewhere = lambda *memory: forward(*memory[:-1], torch.empty_like(memory[-1]))  # noqa: E731
-    monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: elsewhere)
+    monkeypatch.setattr(recorded_cpu, "traced", lambda *args: elsewhere)
     assert runner.record()  # what it returns is what counts
     assert (runner.forward([SequenceInput(0, 0, [5])])[0] - truth).abs().max() < 1e-5
 

@@ -99,6 +99,17 @@ def test_what_can_never_fit_is_refused_with_the_arithmetic(monkeypatch: pytest.M
         plan_kv(1000, request(kv_memory=9_500_000), torch.device("cuda"))
 
 
+def test_a_gpu_has_as_many_slots_as_its_budget_holds_if_nobody_chose(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 30)
+    gpu, budget = torch.device("cuda"), 9_500_000
+    plan = plan_kv(1000, request(kv_memory=budget, min_sessions=1), gpu)
+    assert (plan.num_slots, plan.row_limit) == (2, 2 * slot_rows(4096 + 128))
+    assert plan_kv(1000, request(kv_memory=budget, min_sessions=1, max_sessions=1), gpu).num_slots == 1
+    with pytest.raises(OutOfMemory, match=r"3 sessions of .*use --sessions 2"):
+        plan_kv(1000, request(kv_memory=budget, min_sessions=3), gpu)
+    assert plan_kv(1000, request(kv_memory=budget, min_sessions=1), CPU).num_slots == 4
+
+
 def test_a_prompt_beyond_the_budget_is_refused_with_the_arithmetic():
     identity = Identity("target", "m", 300, "", 1024, 128, kv_bytes_per_token=1000, kv_bytes=2_000_000)
     with pytest.raises(ContextExceeded, match=r"2000 tokens.* 128 nodes all .* 1.9 MiB .* 1000 bytes a token.*kv-mem"):
