@@ -10,7 +10,9 @@ import pytest
 
 from specsplit.assembly.workers import Placement, Workers
 from specsplit.cli import prompts_file
+from specsplit.cli.answers_file import AnswersFile
 from specsplit.cli.main import main
+from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 from tests.support.fakes import FakeTarget, FakeTokenizer
@@ -138,6 +140,19 @@ def test_what_failed_is_tried_again_and_errors_of_other_prompts_are_kept(files: 
     assert answers.keys() == {"other", "a", "b"}
     assert len(answers["a"]["token_ids"]) == len(answers["b"]["token_ids"]) == 1
     assert files.output.read_text().startswith(other)
+
+
+@pytest.mark.parametrize("begun", ["", '{"id": 1, "error": "tried again, for which the file is written anew"}\n'])
+def test_one_command_at_a_time_writes_to_an_output(begun: str, files: Files):
+    files.output.write_text(begun)
+    answers = AnswersFile.open(files.output, retried={1, 2})
+    with pytest.raises(InvalidRequest, match=r"Another command writes to .*out\.jsonl; wait for its end"):
+        files.run({"prompt": "x", "max_new_tokens": 1})
+    answers.write({"id": 2, "text": "of the first command"})
+    answers.close()
+    assert files.run({"prompt": "x", "max_new_tokens": 1}) == 0
+    assert files.answers().keys() == {1, 2}
+    assert {file.name for file in files.output.parent.iterdir()} == {"in.jsonl", "out.jsonl"}, "no lock is left"
 
 
 def test_an_output_keeps_its_mode_when_the_command_goes_on(files: Files):
