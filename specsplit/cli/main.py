@@ -17,6 +17,7 @@ from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand
 from specsplit.cli.interruptible import interruptible
 from specsplit.cli.logs import is_debugging
 from specsplit.cli.other_programs import refuse_short_options_of_others
+from specsplit.cli.standard_streams import open_closed_streams
 from specsplit.core import defaults
 from specsplit.core.errors import SpecSplitError
 
@@ -349,6 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without `arguments` it takes those of the process, and may change settings of the whole process.
     """
+    if arguments is None:
+        open_closed_streams()
     # These libraries read these when they are imported. Errors of theirs that matter are reported in our own words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -179,6 +179,21 @@ def test_ctrl_c_leaves_no_half_object_and_a_whole_trace(tmp_path: Path):
     assert {json.loads(line)["name"] for line in lines} >= {"round", "forward"}
 
 
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code", "said"),
+    [
+        ("<&- 2>&-", ("orchestrate", "--prompt", PROMPT, "--max-new-tokens", "1"), 0, ""),
+        (">&-", ("--version",), 0, ""),
+        ("<&-", ("orchestrate", "--prompt-file", "-"), 2, "Error: The prompt is empty"),
+        ("<&-", ("lmtp", "--stdio"), 2, "Error: LMTP over --stdio needs an open stdin and stdout"),
+    ],
+)
+def test_a_closed_standard_stream_is_as_an_empty_one(closed: str, arguments: tuple[str, ...], code: int, said: str):
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)]
+    done = subprocess.run(shell, capture_output=True, env=environment(), timeout=LIMIT_S, check=False, text=True)
+    assert (done.returncode, done.stderr[: len(said)]) == (code, said), done.stderr
+
+
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_traceback():
     process = start("orchestrate", *ENDLESS)
