@@ -16,6 +16,8 @@ from specsplit.core.errors import InvalidRequest, ResourceError
 from specsplit.core.paths import expanded
 
 LineId = str | int
+_NAMELESS = {"id", "line", "error"}
+"""Fields of the error of a prompt's line that is so broken that it has no id."""
 
 
 def id_of(entry: Mapping[str, Any], *, default: int | None = None) -> LineId | None:
@@ -35,7 +37,7 @@ class AnswersFile:
 
     @classmethod
     def open(cls, path: Path, *, retried: Collection[LineId]) -> Self:
-        """Open the file for more answers; errors of the ids to be `retried`, and a half line at the end, are dropped.
+        """Open the file for more answers; errors of ids to be `retried` or of none, and a half line, are dropped.
 
         Raises:
             InvalidRequest: it cannot be read or written, another command writes to it, or it holds something else than
@@ -123,6 +125,8 @@ def _kept_lines(data: bytes, path: Path, retried: Collection[LineId]) -> tuple[b
         if not line.strip():
             continue
         entry = _entry(line)
+        if entry is not None and entry.keys() == _NAMELESS and entry["id"] is None:
+            continue  # the prompt's line, if it is still broken, is told again
         found = id_of(entry) if entry is not None else None
         if entry is None or found is None:
             if number == len(lines):
