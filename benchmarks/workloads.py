@@ -17,6 +17,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, StrictInt, StrictStr, StringConstraints, ValidationError
 
 from specsplit.core.errors import InvalidRequest
+from specsplit.core.paths import expanded
 
 CODE_PROMPTS = Path(__file__).parent / "data" / "code_prompts.jsonl"
 """Beginnings of Python files, written for this purpose, so no model was trained on them."""
@@ -155,7 +156,7 @@ def _parsed(spec: str) -> tuple[str, Path]:
     kind, _, path = spec.partition(":")
     if kind not in KNOWN or not path:
         raise _refused(f"A data set is given as {_KINDS}, not as {spec!r}.")
-    return kind, Path(path).expanduser()
+    return kind, expanded(path)
 
 
 def _content(path: Path) -> bytes:

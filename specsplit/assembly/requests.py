@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, cast
 
-from specsplit.assembly.arguments import Prompt, check_prompt, is_conversation, refuse_wrong_types
+from specsplit.assembly.arguments import Prompt, RequestOptions, check_prompt, is_conversation, refuse_wrong_types
 from specsplit.assembly.other_names import refuse_other_names
 from specsplit.assembly.other_values import refuse_other_values
 from specsplit.core.errors import InvalidRequest, InvalidSettings
@@ -42,7 +42,7 @@ def request_settings(
     refuse_other_values(given)
     refuse_wrong_types(given)
     for name in given:
-        if name in FLAT_KEYS and name not in OrchestratorSettings.model_fields:
+        if name in FLAT_KEYS and name not in RequestOptions.__annotations__:
             raise InvalidSettings(f"{name} is set for all requests, where the models are named.")
     if isinstance(given.get("stop"), str):
         # Not left to the settings, which would read a text in brackets as a JSON list.

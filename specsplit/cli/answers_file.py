@@ -1,12 +1,13 @@
-"""The file of answers to many prompts: one JSON line each, appended whole. Knows no prompts."""
+"""The file of answers to many prompts: one JSON line each, appended whole by one command. Knows no prompts."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self, cast
@@ -15,6 +16,8 @@ from specsplit.core.errors import InvalidRequest, ResourceError
 from specsplit.core.paths import expanded
 
 LineId = str | int
+_NAMELESS = {"id", "line", "error"}
+"""Fields of the error of a prompt's line that is so broken that it has no id."""
 
 
 def id_of(entry: Mapping[str, Any], *, default: int | None = None) -> LineId | None:
@@ -34,27 +37,27 @@ class AnswersFile:
 
     @classmethod
     def open(cls, path: Path, *, retried: Collection[LineId]) -> Self:
-        """Open the file for more answers; errors of the ids to be `retried`, and a half line at the end, are dropped.
+        """Open the file for more answers; errors of ids to be `retried` or of none, and a half line, are dropped.
 
         Raises:
-            InvalidRequest: it cannot be read or written, or holds something else than answers.
+            InvalidRequest: it cannot be read or written, another command writes to it, or it holds something else than
+                answers.
         """
         path = expanded(path).resolve()
         try:
-            data = path.read_bytes() if path.is_file() else b""
-            kept, done_ids = _kept_lines(data, path, retried)
-            if kept != data:
-                # Replaced at once, so that no moment has fewer answers than before.
-                beside = path.with_name(f"{path.name}.new")
-                # Nobody reads it beside who may not read the file itself.
-                beside.touch(0o600)
-                shutil.copymode(path, beside)
-                with suppress(PermissionError):
-                    shutil.chown(beside, path.stat().st_uid, path.stat().st_gid)
-                beside.write_bytes(kept)
-                beside.replace(path)
-            # Without a buffer: a line is in the file when it has been written.
-            return cls(path, FileIO(path, "ab"), done_ids)
+            with ExitStack() as opened:
+                file = opened.enter_context(_locked(path))
+                data = path.read_bytes() if path.is_file() else b""
+                kept, done_ids = _kept_lines(data, path, retried)
+                if kept == data:
+                    opened.pop_all()
+                else:
+                    file = _replaced(path, kept)
+                return cls(path, file, done_ids)
+        except BlockingIOError as error:
+            raise InvalidRequest(
+                f"Another command writes to {path}; wait for its end, or name another file with --output.", "output"
+            ) from error
         except OSError as error:
             raise InvalidRequest(
                 f"The output file {path} cannot be written ({error.strerror}); check --output.", param="output"
@@ -79,6 +82,40 @@ class AnswersFile:
         self._file.close()
 
 
+def _locked(path: Path) -> FileIO:
+    """Open a file to append to; one that can hold answers is locked until it is closed.
+
+    Raises:
+        BlockingIOError: another command has locked it, or has just replaced it.
+    """
+    # Without a buffer: a line is in the file when it has been written.
+    file = FileIO(path, "ab")
+    try:
+        if path.is_file():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise BlockingIOError
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _replaced(path: Path, kept: bytes) -> FileIO:
+    """Write a file anew, and return the new one, locked; whoever calls this holds the lock of the old one."""
+    beside = path.with_name(f"{path.name}.new")
+    # Nobody reads it beside who may not read the file itself.
+    beside.touch(0o600)
+    shutil.copymode(path, beside)
+    with suppress(PermissionError):
+        shutil.chown(beside, path.stat().st_uid, path.stat().st_gid)
+    beside.write_bytes(kept)
+    file = _locked(beside)
+    # Replaced at once, so that no moment has fewer answers than before.
+    beside.replace(path)
+    return file
+
+
 def _kept_lines(data: bytes, path: Path, retried: Collection[LineId]) -> tuple[bytes, set[LineId]]:
     """Return the lines to be kept and the ids that they answer."""
     lines = data.split(b"\n")
@@ -88,6 +125,8 @@ def _kept_lines(data: bytes, path: Path, retried: Collection[LineId]) -> tuple[b
         if not line.strip():
             continue
         entry = _entry(line)
+        if entry is not None and entry.keys() == _NAMELESS and entry["id"] is None:
+            continue  # the prompt's line, if it is still broken, is told again
         found = id_of(entry) if entry is not None else None
         if entry is None or found is None:
             if number == len(lines):

@@ -15,6 +15,7 @@ import typer
 
 from specsplit.cli.help import Group, ShortCommand
 from specsplit.core.errors import InvalidSettings, MissingExtra, ResourceError
+from specsplit.core.paths import expanded
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -41,7 +42,7 @@ def dev(
     days: Annotated[int, typer.Option("--days", min=1, max=825, help="Days until they expire.", metavar="N")] = 30,
 ) -> None:
     """Write ca.pem, and ROLE.pem and ROLE.key for draft, target, stage, orchestrator and gateway."""
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     _prepare(path)
     write_certificates(path, host or (), timedelta(days=days))
     typer.echo(f"{path} holds a CA and certificates for {days} days: give each process its own, such as", err=True)

@@ -86,10 +86,13 @@ class WorkerAnswers:
         self, conversation: Conversation, text: str, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Sequence[Piece]]:
         """See `Answers`."""
-        chosen, tokenizer = request_settings(self.settings, parameters), self.workers.tokenizer
-        prompt = tokenizer.encode(conversation.raw_prompt(text)) if conversation.is_raw else conversation.asking(text)
+        # Raw text goes on as it is, also where the settings have a chat template applied to texts.
+        template = {"chat": False} if conversation.is_raw else {}
+        chosen = request_settings(self.settings, {**parameters, **template})
+        prompt = conversation.raw_prompt(text) if conversation.is_raw else conversation.asking(text)
+        request = make_request(self.workers.tokenizer, prompt, chosen)
         began_s = time.monotonic()
-        async with aclosing(self.workers.orchestrator(chosen).stream(make_request(tokenizer, prompt, chosen))) as all_:
+        async with aclosing(self.workers.orchestrator(chosen).stream(request)) as all_:
             async for chunk in all_:
                 yield chunk.pieces
                 if chunk.result is not None:
@@ -201,7 +204,8 @@ class EndpointAnswers:
         parts = self._parts
         assert parts.hostname is not None, "checked where it was split"
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(parts.hostname, parts.port, timeout=CONNECT_S)
+        # Without a port http.client would take what follows the last colon of an IPv6 address for one.
+        return kind(parts.hostname, parts.port or kind.default_port, timeout=CONNECT_S)
 
     def _body(self, conversation: Conversation, text: str, parameters: Mapping[str, Any]) -> bytes:
         chosen = request_settings(self.settings, parameters)

@@ -51,7 +51,8 @@ class _PlainLines:
         self._prompt = prompt
         # With a buffer of its own: that of sys.stdin is closed at exit, which aborts while a thread reads from it.
         source = sys.stdin
-        self._file = open(source.fileno(), encoding=source.encoding, errors=source.errors, closefd=False)  # noqa: SIM115
+        # Bytes that are no text end no chat: whoever gets the line refuses it.
+        self._file = open(source.fileno(), encoding=source.encoding, errors="surrogateescape", closefd=False)  # noqa: SIM115
         self._coming: asyncio.Future[str] | None = None
         """The line that is being read; it outlives a wait that was given up."""
 

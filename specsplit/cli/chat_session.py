@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from specsplit.assembly.arguments import check_prompt
 from specsplit.assembly.models import LoadedDraft, Models, load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_request_values, make_request, request_settings
@@ -43,6 +44,8 @@ def run(given: Mapping[str, Any]) -> int:
         raise InvalidSettings("--chat-template-kwargs and --raw exclude each other: raw text has no chat template.")
     set_up_logging()
     conversation = Conversation(given.get("system"), is_raw=bool(given.get("raw")))
+    if conversation.system:
+        check_prompt(conversation.system)
     # Before there is a loop, whose handler would hold Ctrl-C back until the models are there.
     if endpoint is not None:
         answers = _at_endpoint(endpoint, effective, conversation)
@@ -82,6 +85,8 @@ async def _converse(conversation: Conversation, answers: Answers) -> int:
             continue
         try:
             line = reading.result()
+            if line:
+                check_prompt(line)  # a line that is no UTF-8 could neither be answered nor saved
             if not line.startswith("/"):
                 await _say(conversation, line, answers, text, ctrl_c)
                 continue

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from specsplit.assembly.models import LoadedDraft, Progress, check_models, load_local, load_worker
 from specsplit.assembly.requests import check_request_values
 from specsplit.cli import render
-from specsplit.cli.doctor_checks import Check, exactness_check, is_coordinator, no_draft_check, revision_checks
-from specsplit.cli.doctor_links import check_links
+from specsplit.cli.doctor_checks import Check, exactness_check, guarded, is_coordinator, no_draft_check, revision_checks
+from specsplit.cli.doctor_links import CERTIFICATE, check_links
 from specsplit.cli.doctor_memory import memory_checks
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
@@ -35,18 +35,7 @@ _GIB = 2**30
 
 def run(given: Mapping[str, Any]) -> int:
     """Run every check and print the table; return 0 if all is well and 1 otherwise."""
-    # Every check runs even if one before it failed: a user wants to see all that is wrong at once.
-    checks = [_python(), *(_package(name) for name in _PACKAGES)]
-    chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
-    try:
-        effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
-        check_request_values(effective.settings.orchestrator)
-        differ = "1 differs" if len(effective.origins) == 1 else f"{len(effective.origins)} differ"
-        checks.append(Check("settings", True, f"{differ} from the defaults"))
-        checks += check_links(effective)
-        checks += _check_workers(effective)
-    except SpecSplitError as error:
-        checks.append(Check("settings", False, str(error)))
+    checks = [_python(), *(_package(name) for name in _PACKAGES), *guarded("settings", _check_settings, given)]
     is_ok = all(check.is_ok for check in checks)
     if given.get("json"):
         sys.stdout.write(json.dumps({"ok": is_ok, "checks": [asdict(check) for check in checks]}) + "\n")
@@ -54,6 +43,30 @@ def run(given: Mapping[str, Any]) -> int:
         _print_table(checks)
     sys.stdout.flush()
     return 0 if is_ok else 1
+
+
+def _check_settings(given: Mapping[str, Any]) -> Iterator[Check]:
+    """Check the settings and all that they name.
+
+    Every part runs even if one before it failed: a user wants to see all that is wrong at once.
+
+    Raises:
+        InvalidSettings: the settings cannot be read.
+    """
+    chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
+    effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
+    yield from guarded("settings", _check_values, effective)
+    failed: set[str] = set()
+    for check in guarded("links", check_links, effective):
+        failed |= set() if check.is_ok else {check.name}
+        yield check
+    yield from _check_workers(effective, failed)
+
+
+def _check_values(effective: EffectiveSettings) -> Iterator[Check]:
+    check_request_values(effective.settings.orchestrator)
+    differ = "1 differs" if len(effective.origins) == 1 else f"{len(effective.origins)} differ"
+    yield Check("settings", True, f"{differ} from the defaults")
 
 
 def _python() -> Check:
@@ -74,73 +87,70 @@ def _package(name: str, *, is_needed: bool = True) -> Check:
         return Check(name, False, f"not installed: pip install 'specsplit{extra}'")
 
 
-def _check_workers(effective: EffectiveSettings) -> list[Check]:
-    """Check the workers elsewhere, and the packages, devices and models that run here."""
+def _check_workers(effective: EffectiveSettings, failed: Collection[str]) -> Iterator[Check]:
+    """Check the workers elsewhere, and the packages, devices and models that run here.
+
+    Workers whose links need a certificate whose check is among those that `failed` are not asked.
+    """
     settings = effective.settings
     is_linked = settings.is_remote or settings.draft_address is not None
     has_gateway = bool(settings.gateway.targets or settings.gateway.drafts)
     # Addresses alone ask for a check of those workers, not of the default pair.
     is_linked_only = (is_linked and not settings.is_remote) or (has_gateway and "draft.model" not in effective.origins)
     loads = settings.has_local_model and ("target.model" in effective.origins or not is_linked_only)
-    checks = [_package(name, is_needed=loads) for name in _WORKER_PACKAGES]
+    yield from (_package(name, is_needed=loads) for name in _WORKER_PACKAGES)
     here: dict[Role, Identity] = {}
     if loads:
-        checks += _machine(settings, here)
-    if is_linked:
+        yield from guarded("models", _machine, settings, here)
+    if is_linked and CERTIFICATE not in failed:
         # Imported late: it brings grpc, which a user of local models need not have working.
         from specsplit.cli.doctor_services import check_services
 
-        checks += check_services(settings, here)
-    if has_gateway:
+        yield from guarded("workers", check_services, settings, here)
+    if has_gateway and f"gateway {CERTIFICATE}" not in failed:
         from specsplit.cli.doctor_services import check_gateway_workers
 
-        checks += check_gateway_workers(settings)
-    if settings.target.stages:
+        yield from guarded("gateway workers", check_gateway_workers, settings)
+    if settings.target.stages and CERTIFICATE not in failed:
         from specsplit.cli.doctor_stages import check_stages
 
-        checks += check_stages(settings)
-    return checks
+        yield from guarded("stages", check_stages, settings)
 
 
-def _machine(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
-    """Check the devices and, if the worker packages are installed, the models, whose identities go to `here`."""
-    try:
-        check_models(settings)
-    except SpecSplitError as error:
-        return [Check("models", False, str(error))]  # at once, without the seconds that torch takes
+def _machine(settings: Settings, here: dict[Role, Identity]) -> Iterator[Check]:
+    """Check the devices and, if the worker packages are installed, the models, whose identities go to `here`.
+
+    Raises:
+        SpecSplitError: a model cannot be loaded.
+    """
+    check_models(settings)  # at once, without the seconds that torch takes
     try:
         require_worker_extra()
     except SpecSplitError as error:
-        return [Check("worker", False, str(error))]
+        yield Check("worker", False, str(error))
+        return
     import torch
 
-    cpu = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    yield Check("cpu", True, f"{os.cpu_count()} cores, {torch.get_num_threads()} threads")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     wants_cuda = any(device.startswith("cuda") for device in (settings.target.device, settings.draft.device))
-    cuda = Check("cuda", bool(names) or not wants_cuda, ", ".join(names) or "no device")
-    return [Check("cpu", True, cpu), cuda, *_models(settings, here)]
+    yield Check("cuda", bool(names) or not wants_cuda, ", ".join(names) or "no device")
+    yield from _models(settings, here)
 
 
-def _models(settings: Settings, here: dict[Role, Identity]) -> list[Check]:
-    try:
-        with render.loading_bar() as progress:
-            models = _loaded(settings, progress)
-    except SpecSplitError as error:
-        return [Check("models", False, str(error))]
-    checks: list[Check] = []
+def _models(settings: Settings, here: dict[Role, Identity]) -> Iterator[Check]:
+    with render.loading_bar() as progress:
+        models = _loaded(settings, progress)
     if is_coordinator(settings):
-        checks.append(
-            Check("target", True, f"{settings.target.model}: not loaded here, since its layers are on stages")
-        )
+        yield Check("target", True, f"{settings.target.model}: not loaded here, since its layers are on stages")
     for model in models:
         here[model.role] = model.identity
-        checks += [_model(model), *revision_checks(model.role, model.identity), _exactness(model)]
-    checks += memory_checks(models, settings)
+        yield from (_model(model), *revision_checks(model.role, model.identity), _exactness(model))
+    yield from memory_checks(models, settings)
     if len(here) == 2:
-        checks.append(Check("vocabulary", True, "the same for draft and target"))
+        yield Check("vocabulary", True, "the same for draft and target")
     elif not settings.has_draft:
-        checks.append(no_draft_check(settings))
-    return checks
+        yield no_draft_check(settings)
 
 
 def _loaded(settings: Settings, progress: Progress | None) -> list[LoadedModel]:

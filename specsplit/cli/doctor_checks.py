@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import ParamSpec
 
+from specsplit.core.errors import SpecSplitError
 from specsplit.core.exactness import Computing, shown_exactness
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,14 @@ class Check:
         if not self.is_ok:
             return "[bold red]fails[/bold red]"
         return "[yellow]warns[/yellow]" if self.is_warning else "[green]ok[/green]"
+
+
+def guarded(name: str, part: Callable[P, Iterable[Check]], *arguments: P.args, **named: P.kwargs) -> Iterator[Check]:
+    """Yield the checks of a part; an error that ends it is a failed check called `name`, and ends no other part."""
+    try:
+        yield from part(*arguments, **named)
+    except SpecSplitError as error:
+        yield Check(name, False, str(error))
 
 
 def is_coordinator(settings: Settings) -> bool:

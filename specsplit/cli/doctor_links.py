@@ -9,6 +9,7 @@ from pathlib import Path
 
 from specsplit.cli.doctor_checks import Check
 from specsplit.core.errors import SpecSplitError
+from specsplit.core.paths import expanded
 from specsplit.core.sections import LinkSettings
 from specsplit.core.settings import EffectiveSettings
 from specsplit.engine import event_loop
@@ -23,18 +24,23 @@ _SOON = timedelta(days=7)
 _PORTS = ("listen", "health", "metrics", "http", "lmtp")
 
 
-def check_links(effective: EffectiveSettings) -> list[Check]:
+CERTIFICATE = "certificate"
+"""Name of the check of the certificate of the process that runs the doctor; those of others have their role before."""
+
+
+def check_links(effective: EffectiveSettings) -> Iterator[Check]:
     """Check the certificates of every role that the settings give some, the files of keys, and ports of services."""
-    checks: list[Check] = []
     for role in ROLES:
         section: LinkSettings = getattr(effective.settings, role)
         if any((section.tls_cert, section.tls_key, section.tls_ca)):
-            checks += _certificate(role, section)
+            yield from _certificate(role, section)
         elif section.insecure:
             detail = "links may leave this machine without certificates: others can read and change what they carry"
-            checks.append(Check(f"{role} links", True, detail, is_warning=True))
+            yield Check(f"{role} links", True, detail, is_warning=True)
     keys_file = effective.settings.gateway.api_key_file
-    return [*checks, *_api_keys(keys_file), *_private("API keys", keys_file), *_ports(effective)]
+    yield from _api_keys(keys_file)
+    yield from _private("API keys", keys_file)
+    yield from _ports(effective)
 
 
 def _api_keys(path: str | None) -> Iterator[Check]:
@@ -51,8 +57,7 @@ def _api_keys(path: str | None) -> Iterator[Check]:
 
 
 def _certificate(role: LinkRole, settings: LinkSettings) -> Iterator[Check]:
-    # The certificate of the process that runs the doctor comes without its role before it.
-    name = "certificate" if role == "orchestrator" else f"{role} certificate"
+    name = CERTIFICATE if role == "orchestrator" else f"{role} {CERTIFICATE}"
     try:
         found = open_security(settings, role).certificates
     except SpecSplitError as error:
@@ -75,7 +80,7 @@ def _described(name: str, certificate: Certificate) -> Check:
 def _private(name: str, path: str | None) -> Iterator[Check]:
     """Check that only the owner and its group may read a file, as Kubernetes mounts a Secret with an fsGroup."""
     try:
-        mode = Path(path).expanduser().stat().st_mode if path else None
+        mode = expanded(path).stat().st_mode if path else None
     except OSError:
         return  # whoever reads it says so
     if mode is not None and mode & (stat.S_IROTH | stat.S_IWOTH):

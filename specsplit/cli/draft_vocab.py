@@ -67,7 +67,7 @@ def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
     counts_of_all = counts + held_out
     covered = draft_vocab.coverage(held_out, draft_vocab.most_frequent(counts, size, tokenizer.num_tokens))
     chosen = draft_vocab.most_frequent(counts_of_all, size, tokenizer.num_tokens)
-    draft_vocab.write_draft_vocab(Path(output), chosen, tokenizer)
+    draft_vocab.write_draft_vocab(expanded(output), chosen, tokenizer)
     found = {"output": output, "size": len(chosen), "num_tokens": counts_of_all.total(), "held_out_coverage": covered}
     typer.echo(json.dumps(found))
     return 0

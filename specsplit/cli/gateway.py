@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specsplit.assembly.models import check_models
 from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.print_config import print_config
-from specsplit.cli.serve import NOT_SETTINGS, check_listen, serve_until_signal
+from specsplit.cli.serve import NOT_SETTINGS, check_ports, serve_until_signal
 from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, MissingExtra
@@ -38,8 +38,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         from specsplit.assembly.gateway import serving_gateway
     set_up_logging(settings.gateway, "gateway")
     chosen = settings.gateway
-    for listen in filter(None, (chosen.http, chosen.lmtp, chosen.health, chosen.metrics)):
-        check_listen(listen)
+    check_ports(http=chosen.http, lmtp=chosen.lmtp, health=chosen.health, metrics=chosen.metrics)
     arguments = worker_arguments(given, chosen)
 
     def opening() -> AbstractAsyncContextManager[RunningGateway]:

@@ -21,7 +21,8 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     chosen = {name: value for name, value in given.items() if name not in (*NOT_SETTINGS, "stdio")}
     settings = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway").settings
-    if sys.stdin is None or sys.stdout is None:  # closed by whoever started this
+    # Closed by whoever started this; if that was a shell, `main` has opened /dev/null as the first two.
+    if None in (sys.stdin, sys.stdout, sys.__stdin__, sys.__stdout__):
         raise InvalidSettings("LMTP over --stdio needs an open stdin and stdout, and one of them is closed.")
     check_models(settings)  # before the HTTP server is imported, which takes a second
     if owns_process:

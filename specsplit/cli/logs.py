@@ -6,6 +6,7 @@ own; SPECSPLIT_DEBUG=1 logs everything.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -85,7 +86,10 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 
 def note(text: str) -> None:
-    """Show the operator of a service one sentence: as a line of the log in JSON, else as it is."""
+    """Show the operator of a service one sentence: as a line of the log in JSON, else as it is.
+
+    A log that cannot be written ends no service: the sentence is lost, as a record of `logging` is.
+    """
     if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
         # Whatever the level, since these are the words that every service says.
         _notes.setLevel(logging.INFO)
@@ -93,4 +97,5 @@ def note(text: str) -> None:
         return
     from specsplit.cli import render
 
-    render.note(text)
+    with contextlib.suppress(OSError):  # a full disk, a pipe that nobody reads any more, a terminal that is gone
+        render.note(text)

@@ -17,6 +17,7 @@ from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand
 from specsplit.cli.interruptible import interruptible
 from specsplit.cli.logs import is_debugging
 from specsplit.cli.other_programs import refuse_short_options_of_others
+from specsplit.cli.standard_streams import drop_stdout, is_stdout_broken, open_closed_streams
 from specsplit.core import defaults
 from specsplit.core.errors import SpecSplitError
 
@@ -349,6 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without `arguments` it takes those of the process, and may change settings of the whole process.
     """
+    if arguments is None:
+        open_closed_streams()
     # These libraries read these when they are imported. Errors of theirs that matter are reported in our own words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -364,10 +367,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SpecSplitError as error:
         return _fail(error, str(error), error.exit_code)
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit, and would report the broken pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         return 1
     except Exception as error:  # noqa: BLE001 - the end of the line: nobody above could say it better
+        if isinstance(error, OSError) and error.filename is None and is_stdout_broken():
+            return _fail(error, f"Standard output cannot be written ({error.strerror}).", 1)
         # Imported here, since it brings pydantic, which a plain start need not wait for.
         from specsplit.cli.usage import sentence, usage_sentence
 

@@ -12,7 +12,7 @@ from specsplit.core.settings import EffectiveSettings
 
 MASK = "********"
 _SECRET = re.compile(r"token$|secret|password|api_?key(?!_file)", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\\s]+(?=@)")
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]+(?=@)")
 _FOREIGN = ("HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 """Variables of other libraries that decide what a model source means and where it runs."""
 

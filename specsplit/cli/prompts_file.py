@@ -36,10 +36,17 @@ _FAILED = 1
 class PromptLine:
     """One line of the file: a prompt with options of its own, or the reason why it is none."""
 
-    id: LineId
+    number: int
+    id: LineId | None = None
+    """None if the line is broken so that it has none; its number could be the id of another line."""
     prompt: str | list[int] = ""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     error: str | None = None
+
+    @property
+    def names(self) -> dict[str, LineId | None]:
+        """Return the fields with which its answer begins."""
+        return {"id": self.id} if self.id is not None else {"id": None, "line": self.number}
 
 
 def read_batch(given: Mapping[str, Any], settings: Settings) -> Batch | None:
@@ -69,7 +76,7 @@ def read_batch(given: Mapping[str, Any], settings: Settings) -> Batch | None:
     if source != "-" and expanded(source).resolve() == expanded(output).resolve():
         raise InvalidRequest("--prompts-file and --output name the same file; choose another output.", param="output")
     lines = list(_parsed(_read(source)))
-    answers = AnswersFile.open(Path(output), retried={line.id for line in lines})
+    answers = AnswersFile.open(Path(output), retried={line.id for line in lines if line.id is not None})
     pending = [line for line in lines if line.error is not None or line.id not in answers.done_ids]
     return Batch(settings, pending, answers, min(concurrency, max(1, len(pending))), len(lines) - len(pending))
 
@@ -90,9 +97,9 @@ def _parsed(data: bytes) -> Iterator[PromptLine]:
         if not text.strip():
             continue
         line = _parse(text, number)
-        first = number_of.setdefault(line.id, number)
+        first = number if line.id is None else number_of.setdefault(line.id, number)
         if first != number:
-            line = PromptLine(line.id, error=f"The id {line.id!r} is that of line {first} already.")
+            line = PromptLine(number, line.id, error=f"The id {line.id!r} is that of line {first} already.")
         yield line
 
 
@@ -110,14 +117,14 @@ def _parse(text: bytes, number: int) -> PromptLine:
     options.pop("id", None)
     prompt, token_ids = options.pop("prompt", None), options.pop("token_ids", None)
     if (prompt is None) == (token_ids is None):
-        return PromptLine(found, error="The line must have either a prompt or token_ids.")
+        return PromptLine(number, found, error="The line must have either a prompt or token_ids.")
     if isinstance(prompt, str):
-        return PromptLine(found, prompt, options)
+        return PromptLine(number, found, prompt, options)
     if prompt is not None:
-        return PromptLine(found, error="The prompt must be a text.")
+        return PromptLine(number, found, error="The prompt must be a text.")
     if not _is_token_ids(token_ids):
-        return PromptLine(found, error="token_ids must be a list of whole numbers.")
-    return PromptLine(found, token_ids, options)
+        return PromptLine(number, found, error="token_ids must be a list of whole numbers.")
+    return PromptLine(number, found, token_ids, options)
 
 
 def _is_token_ids(value: object) -> bool:
@@ -179,7 +186,7 @@ class Batch:
         # All tasks take from the same iterator.
         for line in remaining:
             answer = await self._answer(line, workers)
-            self._answers.write({"id": line.id, **answer})
+            self._answers.write({**line.names, **answer})
             self._counts.num_done += 1
             self._counts.num_failed += "error" in answer
             self._counts.num_tokens += len(answer.get("token_ids", ()))

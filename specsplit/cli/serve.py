@@ -29,6 +29,7 @@ from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.tracing import tracing
 from specsplit.core.defaults import Role
+from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
@@ -128,16 +129,28 @@ def check_service(settings: WorkerSettings | StageSettings, role: LinkRole) -> N
     security.check_listen(settings.listen)
     for address in (*settings.stages, *settings.spares) if isinstance(settings, TargetSettings) else ():
         security.check_dial(address)
-    for listen in filter(None, (settings.listen, settings.health, settings.metrics)):
-        check_listen(listen)
+    check_ports(listen=settings.listen, health=settings.health, metrics=settings.metrics)
 
 
-def check_listen(listen: str) -> None:
-    """Raise if nothing can listen at the address, before a model is loaded for it."""
+def check_ports(**addresses: str | None) -> None:
+    """Raise if nothing can listen at one of the addresses, named by their options, before a model is loaded.
+
+    Raises:
+        InvalidSettings: an address is none, is in use, or is that of two options.
+    """
     from specsplit.rpc.listening import check_free
     from specsplit.rpc.transport import parse_address
 
-    event_loop.run(check_free(*parse_address(listen, listening=True)))
+    option_at: dict[tuple[str, int], str] = {}
+    for option, listen in addresses.items():
+        if listen is None:
+            continue
+        at = parse_address(listen, listening=True)
+        event_loop.run(check_free(*at))
+        first = option_at.setdefault(at, option)
+        # Port 0 is another free one each time.
+        if first != option and at[1] != 0:
+            raise InvalidSettings(f"--{first} and --{option} name the same address {listen}; change one of them.")
 
 
 @contextmanager

@@ -336,10 +336,10 @@ def _from_environment() -> _Layer:
 
 def _from_file(path: Path) -> _Layer:
     try:
-        tables = tomllib.loads(expanded(path).read_text(encoding="utf-8"))
+        tables = tomllib.loads(expanded(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InvalidSettings(f"The settings file {path} cannot be read ({error.strerror}); check --config.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidSettings(f"The settings file {path} is not valid TOML ({error}); correct it.") from error
     layer: _Layer = {}
     for role, table in tables.items():

@@ -108,7 +108,7 @@ def at_commit(path: str) -> str:
 
 def public_name(source: str) -> str:
     """Return the name by which clients may know a model: a hub id, or a folder without the path to it."""
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     return folder.resolve().name if folder.is_dir() and source != EMBEDDED else _parts(source)[0]
 
 

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
 from specsplit.core.errors import InvalidSettings
+from specsplit.core.paths import expanded
 from specsplit.core.sections import LinkSettings
 from specsplit.rpc.auth import Guard, LinkRole, server_name
 from specsplit.rpc.certificate import Certificate, CertificateFiles, read_certificate
@@ -183,7 +183,7 @@ def open_security(settings: LinkSettings, role: LinkRole | None) -> Security:
         InvalidSettings: the certificate is incomplete, wrong or of another role; or --insecure stands beside it.
     """
     named = [settings.tls_cert, settings.tls_key, settings.tls_ca]
-    paths = [Path(name).expanduser() for name in named if name is not None]
+    paths = [expanded(name) for name in named if name is not None]
     if not paths:
         return Security(is_insecure=settings.insecure)
     if len(paths) < len(named):

@@ -107,6 +107,15 @@ def test_raw_text_goes_on_where_it_ended(tmp_path: Path):
     assert saved(path) == ["def add(a, b):", first, "# ", second], done.stderr
 
 
+def test_a_line_that_is_no_text_ends_no_chat(tmp_path: Path):
+    path = tmp_path / "chat.json"
+    typed = f"caf\xe9\ndef max_tokens=2\n/save {path}\n".encode("latin-1")
+    code, _, err = run("chat", *OPTIONS, "--raw", stdin=typed, OMP_NUM_THREADS="1")
+    assert code == 0, err
+    assert "Error: The prompt is not valid UTF-8; convert it first." in err
+    assert saved(path)[0] == "def"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -133,6 +142,7 @@ def test_raw_text_goes_on_where_it_ended(tmp_path: Path):
             "--endpoint and --dtype, --mode, --insecure exclude each other",
         ),
         (("--temperature", "-1"), "temperature"),
+        (("--system", "caf\udce9"), "is not valid UTF-8; convert it first."),
         (("--raw", "--chat-template-kwargs", "{}"), "--chat-template-kwargs and --raw exclude each other"),
         (("--chat-template-kwargs", "{x"), "--chat-template-kwargs must be a JSON object, such as"),
         (

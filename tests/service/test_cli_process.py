@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from specsplit.cli import doctor
 from specsplit.cli.main import main
 from specsplit.telemetry import names
 from tests.support.machine import DTYPE
@@ -177,6 +179,43 @@ def test_ctrl_c_leaves_no_half_object_and_a_whole_trace(tmp_path: Path):
     assert (process.returncode, out) == (130, b"")
     assert _is_interrupted_summary(err)
     assert {json.loads(line)["name"] for line in lines} >= {"round", "forward"}
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code", "said"),
+    [
+        ("<&- 2>&-", ("orchestrate", "--prompt", PROMPT, "--max-new-tokens", "1"), 0, ""),
+        (">&-", ("--version",), 0, ""),
+        ("<&-", ("orchestrate", "--prompt-file", "-"), 2, "Error: The prompt is empty"),
+        ("<&-", ("lmtp", "--stdio"), 2, "Error: LMTP over --stdio needs an open stdin and stdout"),
+    ],
+)
+def test_a_closed_standard_stream_is_as_an_empty_one(closed: str, arguments: tuple[str, ...], code: int, said: str):
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)]
+    done = subprocess.run(shell, capture_output=True, env=environment(), timeout=LIMIT_S, check=False, text=True)
+    assert (done.returncode, done.stderr[: len(said)]) == (code, said), done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_stdout_that_cannot_be_written_is_one_sentence(unbuffered: str):
+    with Path("/dev/full").open("wb") as full:
+        env = environment(PYTHONUNBUFFERED=unbuffered)
+        done = subprocess.run(
+            command("--version"), stdout=full, stderr=subprocess.PIPE, env=env, timeout=LIMIT_S, check=False
+        )
+    said = b"Error: Standard output cannot be written (No space left on device).\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_an_error_of_another_file_is_not_put_down_to_stdout(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def fail(given: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(doctor, "run", fail)
+    assert main(["doctor"]) == 1
+    assert capfd.readouterr().err.startswith("Error: Unexpected OSError")
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specsplit.cli.main import main
 from specsplit.core.errors import InvalidSettings
 from specsplit.rpc import metrics_port as port
 from specsplit.rpc.metrics_port import metrics_port
@@ -129,6 +131,14 @@ async def test_the_port_serves_one_page_and_nothing_else() -> None:
         with pytest.raises(InvalidSettings, match="is in use"):
             async with metrics_port(address, lambda: PAGE):
                 pass
+
+
+@pytest.mark.parametrize(("command", "first"), [("serve", "--http"), ("target", "--listen"), ("draft", "--health")])
+def test_a_port_of_two_options_is_refused_before_a_model_is_loaded(command: str, first: str, capfd: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"  # free once the block has ended
+    assert main([command, first, address, "--metrics", address]) == 2
+    assert f"Error: {first} and --metrics name the same address {address}; change one" in capfd.readouterr().err
 
 
 async def test_clients_that_say_nothing_hold_no_place_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

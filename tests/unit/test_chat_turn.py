@@ -100,3 +100,27 @@ def test_a_wrong_certificate_is_no_wrong_url(monkeypatch: pytest.MonkeyPatch):
     answers = EndpointAnswers("https://127.0.0.1:1", None, OrchestratorSettings(), frozenset(), ChatStats())
     with pytest.raises(SpecSplitError, match="certificate verify failed"):
         answers.meet()
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("http://[::1]", "::1", 80),
+        ("https://[2001:db8::5]/v1", "2001:db8::5", 443),
+        ("http://[::1]:8000", "::1", 8000),
+        ("http://127.0.0.1", "127.0.0.1", 80),
+    ],
+)
+def test_an_endpoint_without_a_port_has_that_of_its_scheme(
+    url: str, host: str, port: int, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[str, int]] = []
+
+    def refuse(connection: http.client.HTTPConnection, *_: object, **__: object) -> None:
+        asked.append((connection.host, connection.port))
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(http.client.HTTPConnection, "request", refuse)
+    with pytest.raises(SpecSplitError):
+        EndpointAnswers(url, None, OrchestratorSettings(), frozenset(), ChatStats()).meet()
+    assert asked == [(host, port)]

@@ -211,12 +211,12 @@ def test_print_config_shows_each_value_with_its_source_and_reads_back(
 
 
 def test_print_config_masks_the_password_of_an_address(capsys: Capture):
-    assert main(["orchestrate", "--print-config", "--json", "--target-model", "https://me:pw@hub/m"]) == 0
+    assert main(["orchestrate", "--print-config", "--json", "--target-model", "https://me:pass@word@hub/m"]) == 0
     out = capsys.readouterr().out
     printed = json.loads(out)["settings"]
     assert list(printed) == list(KEYS)
     assert printed["target.model"] == {"value": f"https://{MASK}@hub/m", "source": "command line"}
-    assert "pw" not in out
+    assert "word" not in out
 
 
 def test_print_config_of_a_worker_shows_its_own_role(monkeypatch: pytest.MonkeyPatch, capsys: Capture):

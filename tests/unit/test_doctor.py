@@ -143,3 +143,17 @@ def test_doctor_counts_the_memory_of_stages_for_no_draft(monkeypatch: pytest.Mon
     monkeypatch.setenv("SPECSPLIT_TARGET_KV_MEMORY", "1TiB")
     (check,) = memory_checks([draft], load_settings({}, purpose="check").settings)
     assert "4.0 MiB of the draft for 4 full sessions" in check.detail
+
+
+def test_doctor_goes_on_behind_each_failed_check(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("SPECSPLIT_ORCHESTRATOR_TEMPERATURE", "-1")
+    monkeypatch.setenv("SPECSPLIT_GATEWAY_TARGETS", '["127.0.0.1:2"]')
+    files = [f"--tls-{name}=~no-such-user/{name}.pem" for name in ("cert", "key", "ca")]
+    assert main(["doctor", "--target", "127.0.0.1:1", *files, "--json"]) == 1
+    checks = json.loads(capfd.readouterr().out)["checks"]
+    failed = {check["name"]: check["detail"] for check in checks if not check["is_ok"]}
+    assert failed["settings"].startswith("temperature must be")
+    assert failed["certificate"].startswith("~no-such-user/cert.pem cannot be read")
+    assert failed["target"].startswith("127.0.0.1:2 cannot be reached"), "over the gateway's links, which are fine"
+    assert {"torch", "safetensors"} <= {check["name"] for check in checks}
+    assert len(set(failed.values())) == len(failed), "one sentence is said once"

@@ -91,13 +91,17 @@ def test_a_file_is_a_vocabulary_of_one_tokenizer(whole: LoadedModel, tmp_path: P
         kept_ids(str(tmp_path / "none"), whole.tokenizer, whole.vocab_size)
 
 
-def test_the_command_counts_the_tokens_of_texts(whole: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_counts_the_tokens_of_texts(
+    whole: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
     corpus, output = tmp_path / "corpus.txt", tmp_path / "vocab.json"
     corpus.write_text(PROMPT * 40)
-    arguments = ["draft-vocab", "--model", "embedded", "--corpus", str(corpus), "--output", str(output), "--size", "64"]
+    # A shell leaves the ~ of --output=~/vocab.json as it is.
+    arguments = ["draft-vocab", "--model", "embedded", "--corpus", str(corpus), "--output=~/vocab.json", "--size", "64"]
     assert main(arguments) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["size"], told["output"]) == (64, str(output))
+    assert (told["size"], told["output"]) == (64, "~/vocab.json")
     assert told["held_out_coverage"] > 0.9
     assert whole.tokenizer is not None
     kept = kept_ids(str(output), whole.tokenizer, whole.vocab_size)

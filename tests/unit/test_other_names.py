@@ -60,6 +60,9 @@ def test_an_argument_of_others_is_answered_with_ours(name: str, said: str):
         ("output_scores", "There is no setting output_scores; here it is logprobs."),
         ("input_ids", "There is no setting input_ids; the prompt stands first: a text, or token ids as a list."),
         ("draft_model", "draft_model is set for all requests, where the models are named."),
+        ("audit", "audit is set for all requests, where the models are named."),
+        ("retry", "retry is set for all requests, where the models are named."),
+        ("tls_cert", "tls_cert is set for all requests, where the models are named."),
     ],
 )
 def test_an_option_of_a_request_is_answered_too(name: str, said: str):

@@ -10,7 +10,9 @@ import pytest
 
 from specsplit.assembly.workers import Placement, Workers
 from specsplit.cli import prompts_file
+from specsplit.cli.answers_file import AnswersFile
 from specsplit.cli.main import main
+from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 from tests.support.fakes import FakeTarget, FakeTokenizer
@@ -36,7 +38,7 @@ class Files:
 
     def answers(self) -> dict[str | int, dict[str, Any]]:
         entries = [json.loads(line) for line in self.output.read_text().splitlines()]
-        by_id = {entry.pop("id"): entry for entry in entries}
+        by_id = {entry.pop("id") or f"line {entry['line']}": entry for entry in entries}
         assert len(by_id) == len(entries)
         return by_id
 
@@ -93,7 +95,21 @@ def test_every_line_has_an_answer_or_a_reason(files: Files, capsys: Capture):
     assert (answers["b"]["prompt_token_ids"], len(answers["b"]["token_ids"])) == ([1, 2, 3], 2)
     assert {"text", "finish_reason", "seed"} <= answers["b"].keys()
     reasons = {key: entry["error"] for key, entry in answers.items() if "error" in entry}
-    wrong = {4, 5, 6, "neither", "both", "empty", "ids", "number", "typo", "hot", "long", "plain", "table"}
+    wrong = {
+        "line 4",
+        "line 5",
+        "line 6",
+        "neither",
+        "both",
+        "empty",
+        "ids",
+        "number",
+        "typo",
+        "hot",
+        "long",
+        "plain",
+        "table",
+    }
     assert reasons.keys() == wrong
     assert "the nearest one is temperature" in reasons["typo"]
     assert "temperature must be" in reasons["hot"]
@@ -113,6 +129,17 @@ def test_no_answer_stands_for_two_prompts(files: Files):
         assert [entry["id"] for entry in entries] == ["a", "a"]
         assert [entry.get("error") for entry in entries].count(None) == 1
         assert entries[0].get("error", entries[1].get("error")) == "The id 'a' is that of line 1 already."
+
+
+def test_a_broken_line_takes_no_id_of_another(files: Files):
+    good = [{"id": number, "prompt": "x", "max_new_tokens": 1} for number in range(1, 4)]
+    assert files.run(good[0], '{"id": 4, "prompt": "b",}', good[1], good[2]) == 1
+    answers = files.answers()
+    assert answers.pop("line 2") == {"line": 2, "error": "The line is no JSON."}
+    assert answers.keys() == {1, 2, 3}
+    assert all("error" not in entry for entry in answers.values())
+    assert files.run(good[0], {"id": 4, "prompt": "b", "max_new_tokens": 1}, good[1], good[2]) == 0
+    assert files.answers().keys() == {1, 2, 3, 4}, "the error of a line without an id is not kept"
 
 
 def test_the_same_command_goes_on_where_the_last_one_ended(files: Files, capsys: Capture):
@@ -138,6 +165,19 @@ def test_what_failed_is_tried_again_and_errors_of_other_prompts_are_kept(files: 
     assert answers.keys() == {"other", "a", "b"}
     assert len(answers["a"]["token_ids"]) == len(answers["b"]["token_ids"]) == 1
     assert files.output.read_text().startswith(other)
+
+
+@pytest.mark.parametrize("begun", ["", '{"id": 1, "error": "tried again, for which the file is written anew"}\n'])
+def test_one_command_at_a_time_writes_to_an_output(begun: str, files: Files):
+    files.output.write_text(begun)
+    answers = AnswersFile.open(files.output, retried={1, 2})
+    with pytest.raises(InvalidRequest, match=r"Another command writes to .*out\.jsonl; wait for its end"):
+        files.run({"prompt": "x", "max_new_tokens": 1})
+    answers.write({"id": 2, "text": "of the first command"})
+    answers.close()
+    assert files.run({"prompt": "x", "max_new_tokens": 1}) == 0
+    assert files.answers().keys() == {1, 2}
+    assert {file.name for file in files.output.parent.iterdir()} == {"in.jsonl", "out.jsonl"}, "no lock is left"
 
 
 def test_an_output_keeps_its_mode_when_the_command_goes_on(files: Files):

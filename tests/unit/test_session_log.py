@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +59,18 @@ def test_a_line_of_json_has_the_ids_and_no_key(root: io.StringIO) -> None:
     assert refused["message"] == f"refused session {session_id(KEY)} of request request-1: all sessions are in use"
     assert (noted["message"], noted["role"]) == ("Draining for up to 2 s.", "target")
     assert KEY not in root.getvalue()
+
+
+def test_a_log_that_cannot_be_written_ends_no_service(root: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str, /) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    logging.getLogger().handlers = []
+    logs.set_up_logging(TargetSettings(), "target")
+    logs.note("Draining for up to 2 s.")
+    assert root.getvalue() == ""
 
 
 def test_the_level_that_was_chosen_is_kept(root: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,7 @@ def test_an_unknown_variable_is_refused_by_name(variable: str, nearest: str, mon
         ("temperature = 1\n", r"what --temperature sets is temperature under \[orchestrator\]\.$"),
         ("[orchestrator]\ndraft = 'a:1'\n", r"what --draft sets is address under \[draft\]\.$"),
         ("[target\n", r"is not valid TOML"),
+        (f"[target]\nmodel = {'[' * 3000}{']' * 3000}\n", r"is not valid TOML"),
         (
             "[target]\nthreads = 0\n",
             r"^target\.threads in .*specsplit\.toml must be at least 1, not 0\.$",
@@ -148,6 +149,10 @@ def test_auto_stands_for_a_number_of_threads_that_is_measured(tmp_path: Path):
     assert (settings.target.threads, settings.draft.threads) == (None, None)
     with pytest.raises(InvalidSettings, match="threads must be a whole number, not 'many'"):
         load_settings({"threads": "many"})
+
+
+def test_a_file_may_begin_with_the_mark_of_a_windows_editor(tmp_path: Path):
+    assert load_settings(config=_config(tmp_path, "\ufeff[target]\nthreads = 3\n")).settings.target.threads == 3
 
 
 def test_a_missing_file_is_refused(tmp_path: Path):
