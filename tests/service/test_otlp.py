@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,35 @@ def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, name
 
 
 @pytest.mark.parametrize(
+    ("protocols", "refused"),
+    [
+        ({"PROTOCOL": "http/protobuf"}, "PROTOCOL is http/protobuf"),
+        ({"PROTOCOL": "grpc", "TRACES_PROTOCOL": "http/json"}, "TRACES_PROTOCOL is http/json"),
+        ({"PROTOCOL": "http/protobuf", "TRACES_PROTOCOL": "grpc"}, None),
+    ],
+)
+def test_a_protocol_that_is_not_spoken_is_refused(
+    monkeypatch: pytest.MonkeyPatch, protocols: dict[str, str], refused: str | None
+) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    for name, protocol in protocols.items():
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", protocol)
+    expected = nullcontext() if refused is None else pytest.raises(InvalidSettings, match=rf"{refused}.*4317.*=none")
+    with expected, tracing("target"):
+        pass
+    assert not spans.is_on
+
+
+@pytest.mark.parametrize(
     ("environment", "sends"),
     [
         ({}, False),
         ({ENDPOINT: "http://c:4317"}, True),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317"}, True),
         ({ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "otlp,console"}, True),
+        ({ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "console, otlp"}, True),
+        ({ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "console"}, False),
         ({ENDPOINT: "http://c:4317", "OTEL_SDK_DISABLED": "true"}, False),
     ],
 )
