@@ -100,6 +100,9 @@ def test_workers_log_as_the_process_that_starts_them_and_read_its_file(
     monkeypatch.setattr(gateway, opening, refuse)
     assert main([*command, "--config", str(path)]) == 1
     assert handed == [["--log-format", "text", "--log-level", "warning", "--config", str(path)]]
+    trace = ["--trace-file", str(tmp_path / "spans")]
+    assert main([*command, "--config", str(path), *trace]) == 1
+    assert handed[1] == [*handed[0], *trace]
 
 
 @pytest.mark.parametrize(
