@@ -15,7 +15,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from specsplit.core.errors import InvalidSettings, MissingExtra
 from specsplit.telemetry import spans
+from specsplit.telemetry.otlp import MAX_WAITING
 from specsplit.telemetry.setup import sampler, sends_to_collector, tracing
+from tests.support.rpc_servers import wait_until
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -59,6 +61,22 @@ def test_a_collector_gets_the_spans_that_the_file_gets(tmp_path: Path, monkeypat
     values = {item.key: item.value for item in forward.attributes}
     assert (values["worker"].string_value, values["num_tokens"].int_value) == ("target", 3)
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2
+
+
+@pytest.mark.parametrize(("num_spans", "least", "most"), [(500, 1, 32), (MAX_WAITING, 100, 512)])
+async def test_spans_are_sent_a_few_at_a_time_unless_many_wait(
+    monkeypatch: pytest.MonkeyPatch, num_spans: int, least: int, most: int
+) -> None:
+    with collecting(monkeypatch) as requests, tracing("target"):
+        for number in range(num_spans):
+            spans.record("forward", None, number, number + 1)
+
+        def sent() -> list[Any]:
+            return [request.resource_spans[0].scope_spans[0].spans for request in list(requests)]
+
+        await wait_until(lambda: sum(map(len, sent())) == num_spans)
+        assert [span.start_time_unix_nano for part in sent() for span in part] == list(range(num_spans))
+        assert least <= max(map(len, sent())) <= most
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
