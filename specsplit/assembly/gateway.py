@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from specsplit import __version__
+from specsplit.assembly.current_models import current_models
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.supervision import local_processes
-from specsplit.assembly.worker_links import WorkerLinks, refuse_repeated, worker_links
+from specsplit.assembly.worker_links import WorkerLinks, worker_links
 from specsplit.assembly.workers import Workers
 from specsplit.core.defaults import RETRY_S, Mode
 from specsplit.core.errors import InvalidSettings
@@ -144,14 +145,8 @@ async def serving_models(
         security = replace(security, plaintext_at=here)
         default_retry_s = _REMOTE_RETRY_S if started.target is None else RETRY_S
         retry_s = default_retry_s if chosen.retry is None else chosen.retry
-        models = [
-            await stack.enter_async_context(_connected(settings, link, retry_s, security, note)) for link in links
-        ]
-        refuse_repeated(model.name for model in models)
-        for model in models:
-            stack.callback(asyncio.create_task(model.watch()).cancel)
-            stack.callback(asyncio.create_task(model.warm()).cancel)
-        yield ModelTable(models)
+        connects = [partial(_connected, settings, link, retry_s, security, note) for link in links]
+        yield await stack.enter_async_context(current_models(connects))
 
 
 @asynccontextmanager

@@ -49,9 +49,10 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
 
 
 def worker_arguments(given: Mapping[str, Any], settings: GatewaySettings) -> list[str]:
-    """Return the options that every worker started by a gateway has: its settings file, and a log as the gateway's."""
+    """Return the options that every worker started by a gateway has: its settings file, and log and trace as here."""
     config = ["--config", given["config"]] if given.get("config") else []
-    return ["--log-format", settings.log_format, "--log-level", settings.log_level, *config]
+    trace = ["--trace-file", str(given["trace_file"])] if given.get("trace_file") else []
+    return ["--log-format", settings.log_format, "--log-level", settings.log_level, *config, *trace]
 
 
 def _with_model(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,15 @@ from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 
+_FOR_SERVE = ("gateway.metrics", "gateway.health", "gateway.drain")
+"""Settings of `serve` for which there is nothing to do here."""
+
 
 def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     chosen = {name: value for name, value in given.items() if name not in (*NOT_SETTINGS, "stdio")}
-    settings = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway").settings
+    effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway")
+    settings = effective.settings
     # Closed by whoever started this; if that was a shell, `main` has opened /dev/null as the first two.
     if None in (sys.stdin, sys.stdout, sys.__stdin__, sys.__stdout__):
         raise InvalidSettings("LMTP over --stdio needs an open stdin and stdout, and one of them is closed.")
@@ -33,6 +37,10 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         from specsplit.gateway.lmtp.session import LmtpServer
         from specsplit.gateway.lmtp.stdio import serve_stdio, write_status
     set_up_logging(settings.gateway, "gateway")
+    # No error: one settings file, or the environment of one container, may be for `serve` as well.
+    unused = [origin.name for key in _FOR_SERVE if (origin := effective.origins.get(key)) is not None]
+    if unused:
+        note(f"Not used by lmtp, which opens no port and ends with its client: {', '.join(unused)}.")
     arguments = worker_arguments(given, settings.gateway)
 
     async def serve() -> None:

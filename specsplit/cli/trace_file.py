@@ -147,13 +147,18 @@ def title(request: TracedRequest) -> str:
     return visible(f"{named}: {model}, {tokens} tokens in {len(request.rounds)} rounds, {total_ms:.1f} ms")
 
 
-def shares(request: TracedRequest) -> list[tuple[str, float, float]]:
-    """Return for each lane the share of the rounds' time in which it computed, and in which it was waited for."""
+def shares(request: TracedRequest) -> list[tuple[str, float | None, float]]:
+    """Return for each lane the share of the rounds' time in which it computed, and in which it was waited for.
+
+    A lane that is known only from those who waited for it has None for the first: its own file is missing.
+    """
     start_ns, end_ns = request.rounds[0].start_ns, request.rounds[-1].end_ns
     whole = max(1, end_ns - start_ns)
-    found: list[tuple[str, float, float]] = []
+    found: list[tuple[str, float | None, float]] = []
     for lane in request.lanes:
         parts = [part for part in request.parts if part.lane == lane]
-        computed = covered_ns([part for part in parts if part.is_computing], start_ns, end_ns)
-        found.append((lane, computed / whole, (covered_ns(parts, start_ns, end_ns) - computed) / whole))
+        forwards = [part for part in parts if part.is_computing]
+        computed = covered_ns(forwards, start_ns, end_ns)
+        waited = (covered_ns(parts, start_ns, end_ns) - computed) / whole
+        found.append((lane, computed / whole if forwards else None, waited))
     return found

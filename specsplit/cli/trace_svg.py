@@ -36,7 +36,8 @@ def drawn(request: TracedRequest) -> str:
         lines += _band(each, index, x(each.start_ns), x(each.end_ns), height, len(request.rounds) <= _MOST_NUMBERS)
     for place, (lane, computed, _) in enumerate(shares(request)):
         middle = _TOP + place * _LANE + _LANE / 2 + 4
-        lines.append(f'<text x="8" y="{middle:.0f}">{escape(lane)} {computed:.0%}</text>')
+        share = "" if computed is None else f" {computed:.0%}"
+        lines.append(f'<text x="8" y="{middle:.0f}">{escape(lane)}{share}</text>')
     # Whoever waits is drawn first, and whoever computes for it over that.
     for part in sorted(request.parts, key=lambda part: part.is_computing):
         lane = str(part.lane)

@@ -48,6 +48,9 @@ def run(files: Sequence[Path], wanted: str | None, num_rounds: int, svg: Path | 
 def _summary(request: TracedRequest) -> list[str]:
     lines = [title(request), f"trace {request.span.trace_id}"]
     for lane, computed, waited in shares(request):
+        if computed is None:
+            lines.append(f"  {lane:<8} no spans of the {lane} in these files; name the file of its --trace as well")
+            continue
         waits = f", {waited:4.0%} of it waited for" if lane in ("target", "draft") else ""
         lines.append(f"  {lane:<8} {computed:4.0%} of the time computing{waits}")
     lines.append(f"{_COMPUTES} computes  {_WAITS} waited for: its queue, its sampling and the way")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -20,6 +21,8 @@ _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+_PHASES = ("verify", "target_device", "draft_device")
 
 
 class _Children(dict[str | tuple[str, ...], M]):
@@ -108,6 +111,13 @@ class _RoundMetrics:
         self._bytes = make.counter("wire_bytes", "Bytes of ended answers' rounds.", "link", "direction")
         self._resyncs = make.counter("resync", "Times that a worker was sent again what it had lost.", "link", "reason")
 
+    def show(self, model: str) -> None:
+        """Have the values of a model there whose labels are known."""
+        for phase in _PHASES:
+            self._seconds.show((model, phase))
+        for link, direction in product(("draft", "target"), ("sent", "received")):
+            self._bytes.show((model, link, direction))
+
     def add(self, facts: RoundFacts | None, model: str) -> None:
         """Count a round."""
         if facts is None or not facts.number:
@@ -173,6 +183,7 @@ class Metrics:
         for model in models:
             for children in make.of_models:
                 children.show(model)
+            self.rounds.show(model)
             for reason in get_args(FinishReason):
                 self.ends.success.show((model, reason))
 

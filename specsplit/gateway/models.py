@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import SpecSplitError
+from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.ports import ChatMessage, Tokenizer, Variables, Verifier
 from specsplit.core.types import Identity
 from specsplit.gateway.deadline import Deadline
@@ -23,9 +23,11 @@ from specsplit.orchestrator.replicas import Replicas
 T = TypeVar("T", str, Sequence[ChatMessage])
 _PING_S = 1.0
 """Period of pings, and the time for an answer."""
+_CHANGED_PINGS = 3
+"""Pings in a row that have to tell of another model before it is believed to stay."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class ServedModel:
     """One model: its target, perhaps with a draft."""
 
@@ -90,20 +92,38 @@ class ServedModel:
         with suppress(SpecSplitError):
             await self.encode_messages([{"role": "user", "content": "Hi"}])
 
-    async def watch(self) -> None:
-        """Keep `is_ready` true to the target, for ever."""
+    async def watch(self) -> Identity:
+        """Keep `is_ready` true to the target until it has become another model, and return who that is.
+
+        While a rollout has the old and the new one behind one address, pings may find them in turn; so _CHANGED_PINGS
+        in a row have to find another one. Several replicas have become another model once none serves this one.
+        """
+        num_changed = 0
         while True:
             await asyncio.sleep(_PING_S)
-            try:
-                async with asyncio.timeout(_PING_S):
-                    identity = await self.verifier.ping()
-            except (SpecSplitError, TimeoutError):
-                self.is_ready = False
-            else:
-                # Another model may serve there now, whose tokens this tokenizer does not know.
-                self.is_ready = identity.vocab_hash == self.identity.vocab_hash
-                if self.is_ready:
-                    self.identity = identity  # its context may be another one since a restart
+            other = await self._look()
+            num_changed = num_changed + 1 if other is not None else 0
+            if other is not None and num_changed == _CHANGED_PINGS:
+                return other
+
+    async def _look(self) -> Identity | None:
+        """Ping the target once, and return who it is if it is another model."""
+        try:
+            async with asyncio.timeout(_PING_S):
+                identity = await self.verifier.ping()
+        except (SpecSplitError, TimeoutError):
+            self.is_ready = False
+            return self.verifier.successor if isinstance(self.verifier, Replicas) else None
+        self.is_ready = _files(identity) == _files(self.identity)
+        if not self.is_ready:
+            return identity
+        self.identity = identity  # its context may be another one since a restart
+        return None
+
+
+def _files(identity: Identity) -> tuple[str, ...]:
+    """Return the hashes that tell a model and its tokenizer from others."""
+    return identity.vocab_hash, identity.weights_hash, identity.tokenizer_hash
 
 
 class ModelTable:
@@ -128,6 +148,17 @@ class ModelTable:
     @property
     def are_all_ready(self) -> bool:
         return len(self.ready) == len(self._models)
+
+    def replace(self, old: ServedModel, new: ServedModel) -> None:
+        """Serve `new` in the place of `old`, under its own name.
+
+        Raises:
+            InvalidSettings: another model has that name.
+        """
+        models = [new if model is old else model for model in self.served]
+        if len({model.name for model in models}) < len(models):
+            raise InvalidSettings(f"There is another model called {new.name}; give each target a name of its own.")
+        self._models = {model.name: model for model in models}
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model of that name; a request that names none means the only one.

@@ -24,6 +24,8 @@ class Replica:
         self.name, self.verifier, self.is_auditor = name, verifier, is_auditor
         self.identity: Identity | None = None
         """Who it said to be last."""
+        self.stranger: Identity | None = None
+        """Who it said to be last, if that is no replica of the others."""
         self.num_sessions = 0
         self.num_mismatches = 0
         """Audits that found it wrong, or in which nobody could tell whether it or the other target was."""

@@ -68,6 +68,12 @@ class Replicas:
         usable = [member for member in self.members if not member.is_quarantined]
         return [member for member in usable if not member.is_auditor] or usable
 
+    @property
+    def successor(self) -> Identity | None:
+        """The other model that a target serves by now, once no target is ready that serves this one."""
+        strangers = [member.stranger for member in self.serving if member.stranger is not None]
+        return strangers[0] if strangers and not self.num_ready else None
+
     def least_loaded(self, without: Collection[Replica] = ()) -> Replica:
         """Return the replica with the fewest sessions: a ready one if possible, one of `without` as a last resort.
 
@@ -131,11 +137,12 @@ class Replicas:
         identity = await member.verifier.ping()
         first = self._model = self._model or identity
         if _decides(identity) != _decides(first):
+            member.stranger = identity
             raise PeerMismatch(
                 f"The target at {member.name} is no replica of the others: {_shown(identity)} instead of "
                 f"{_shown(first)}; give it a name of its own."
             )
-        member.identity = identity
+        member.identity, member.stranger = identity, None
         return identity
 
     async def ping(self) -> Identity:

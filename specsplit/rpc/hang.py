@@ -2,6 +2,7 @@
 
 Whoever kills a process because the machine was busy makes the machine busier. So a ping does not count if a thread of
 the process, or of this one, waited for a processor for most of it. Linux says so; elsewhere every ping counts.
+One that loads a model answers no ping yet; it hangs if it neither computes nor reads for minutes, as far as Linux says.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ MAX_SILENT = 5
 MAX_STARVED = 60
 """Further pings that may be unanswered because there was no processor."""
 SILENT = "it does not answer."
+STALLED_S = 180.0
+"""Time without any work after which a process that loads counts as hung: longer than storage or a hub pauses."""
+STILL_LOADING_S = 60.0
+"""Period of saying how long a process has been loading."""
 _Thread = tuple[bool, int, int]
 """Whether a thread of the process wants a processor now, and nanoseconds for which it had one and waited for one."""
 
@@ -44,6 +49,36 @@ async def wait_hung(look: Callable[[], Awaitable[str | None]], had_to_wait: Call
             if num_silent == MAX_SILENT:
                 return why
         await asyncio.sleep(next_s - loop.time())
+
+
+async def wait_stalled(pid: int, say_loading: Callable[[float], None]) -> str:
+    """Return why a process that loads has to be killed, once it has done no work for STALLED_S.
+
+    `say_loading` is called with its seconds so far every STILL_LOADING_S.
+    """
+    loop = asyncio.get_running_loop()
+    began_s = worked_s = said_s = loop.time()
+    work = _work(pid)
+    while True:
+        await asyncio.sleep(min(LOOK_S, STALLED_S))
+        now_s, before, work = loop.time(), work, _work(pid)
+        if work != before or not work:
+            worked_s = now_s
+        elif now_s - worked_s >= STALLED_S:
+            return f"it used no processor and read nothing for {STALLED_S:g} s while it loaded."
+        if now_s - said_s >= STILL_LOADING_S:
+            said_s = now_s
+            say_loading(now_s - began_s)
+
+
+def _work(pid: int) -> list[bytes]:
+    """Return the processor time that a process had and the bytes that it read; nothing if the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        lines = Path(f"/proc/{pid}/io").read_bytes().splitlines()
+    except OSError:
+        return []
+    return [*fields[11:13], *(line for line in lines if line.startswith((b"rchar", b"read_bytes")))]
 
 
 class ProcessorWaits:

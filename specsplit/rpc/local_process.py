@@ -17,6 +17,7 @@ from typing import cast
 from specsplit.core.errors import ResourceError, SpecSplitError, WorkerFailed
 from specsplit.core.types import Note
 from specsplit.model.child_python import python_command, python_environment
+from specsplit.rpc.hang import wait_stalled
 
 PAUSES_S = (0.2, 10.0)
 """Pause before a process that ended is started again: the first one, and the longest."""
@@ -59,7 +60,7 @@ class LocalProcess:
         """Start the process, and wait until it serves.
 
         Raises:
-            WorkerFailed: it ended before it served, and what it said last; or it said something else.
+            WorkerFailed: it ended or hung before it served, and what it said last; or it said something else.
             ResourceError: it cannot be started.
         """
         try:
@@ -79,14 +80,19 @@ class LocalProcess:
         assert process.stderr is not None
         self._said, self._serves = "", False
         self._forwarding = asyncio.create_task(self._forward(process.stderr))
+        stalling = asyncio.create_task(self._kill_when_stalled(process))
         try:
             line = await process.stdout.readline()
         except ValueError:  # longer than any line should be
             line = b"?"
+        finally:
+            stalling.cancel()
+            await asyncio.wait({stalling})
         if not line:
             code = await process.wait()
             await self._forwarding
-            reason = self._said.removeprefix("Error: ") or f"{_ending(code)}."
+            stalled = "" if stalling.cancelled() else stalling.result()
+            reason = stalled or self._said.removeprefix("Error: ") or f"{_ending(code)}."
             raise WorkerFailed(f"{self._name} ended before it served: {reason}")
         address = _address_in(line)
         if address is None:
@@ -162,6 +168,15 @@ class LocalProcess:
         with contextlib.suppress(ProcessLookupError):
             # Not `terminate`: a process that is stopped or stuck would never handle that signal.
             process.kill()
+
+    async def _kill_when_stalled(self, process: asyncio.subprocess.Process) -> str:
+        """Kill a process that hangs while it loads, and return why it was killed."""
+        why = await wait_stalled(
+            process.pid, lambda seconds: _log.info("%s is still loading, for %.0f s now", self._name, seconds)
+        )
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return why
 
     async def _forward(self, stream: asyncio.StreamReader) -> None:
         """Pass on what the process writes, under its name."""

@@ -1,4 +1,4 @@
-"""Sends spans to a collector over OTLP, a batch a second from a thread of its own; needs the extra `otlp`.
+"""Sends spans to a collector over OTLP, every second from a thread of its own; needs the extra `otlp`.
 
 Endpoint, headers, certificates and the rest are those of OpenTelemetry's variables, which its exporter reads.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from importlib.metadata import version
 
@@ -23,7 +24,11 @@ from specsplit.telemetry.spans import Span
 PERIOD_S = 1.0
 MAX_WAITING = 8192
 """Spans that wait for a collector; beyond them the oldest are lost, since traces are never worth a worker's memory."""
-_BATCH = 512
+_BATCH, _LARGE_BATCH = 32, 512
+"""Spans of one call: encoding them holds the interpreter's lock, for which all other threads wait meanwhile. Calls are
+larger at the end, and while more than half of MAX_WAITING waits, as it does for a collector that is far away."""
+_PAUSE_S = 0.002
+"""Time between two calls, in which others get the lock for certain."""
 _LAST_S = 2.0
 """Longest wait for the collector at the end."""
 _KINDS = {"http": SpanKind.SERVER, "rpc": SpanKind.SERVER, "propose": SpanKind.CLIENT, "verify": SpanKind.CLIENT}
@@ -60,9 +65,13 @@ class Collector:
         while True:
             is_last = self._is_over.wait(PERIOD_S)
             while self._waiting:
-                count = min(_BATCH, len(self._waiting))
+                num_waiting = len(self._waiting)
+                is_urgent = num_waiting > MAX_WAITING // 2 or self._is_over.is_set()
+                count = min(_LARGE_BATCH if is_urgent else _BATCH, num_waiting)
                 # The exporter waits and tries again by itself, and logs what it could not deliver.
                 self._exporter.export([self._theirs(self._waiting.popleft()) for _ in range(count)])
+                if not is_urgent:
+                    time.sleep(_PAUSE_S)
             if is_last:
                 return
 

@@ -163,16 +163,23 @@ class _EventLoopTasks(Collector):
 
 def page_of(registry: CollectorRegistry, *, has_vllm_names: bool) -> bytes:
     """Return a registry in Prometheus's text format; what vLLM has, too, also in its names if `has_vllm_names`."""
-    return generate_latest(_WithVllmNames(registry) if has_vllm_names else registry)
+    return generate_latest(_Page(registry, has_vllm_names=has_vllm_names))
 
 
-class _WithVllmNames(Collector):
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+class _Page(Collector):
+    """The metrics of a registry as a page shows them: without the times at which their values were made.
+
+    Prometheus's library has a switch for these, but for all registries of the process.
+    """
+
+    def __init__(self, registry: CollectorRegistry, *, has_vllm_names: bool) -> None:
+        self._registry, self._has_vllm_names = registry, has_vllm_names
 
     def collect(self) -> Iterable[Metric]:
         families = list(self._registry.collect())
-        return [*families, *filter(None, map(_in_vllm_names, families))]
+        for family in families:
+            family.samples = [sample for sample in family.samples if sample.name != f"{family.name}_created"]
+        return [*families, *filter(None, map(_in_vllm_names, families))] if self._has_vllm_names else families
 
 
 def _in_vllm_names(family: Metric) -> Metric | None:

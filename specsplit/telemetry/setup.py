@@ -121,9 +121,9 @@ def trace_to_file(path: Path) -> AbstractContextManager[None]:
 def sends_to_collector(environment: Mapping[str, str]) -> bool:
     """Return whether an environment names a collector, in OpenTelemetry's own variables."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp")
+    exporters = [name.strip() for name in environment.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
     is_named = any(environment.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", "TRACES_"))
-    return is_named and exporter == "otlp" and not is_off
+    return is_named and "otlp" in exporters and not is_off
 
 
 def sampler(environment: Mapping[str, str]) -> Callable[[int], bool]:
@@ -157,6 +157,7 @@ def _to_all(sinks: list[spans.Sink]) -> spans.Sink:
 
 
 def _collector(role: str) -> Collector:
+    _check_protocol(os.environ)
     try:
         from specsplit.telemetry.otlp import Collector
     except ModuleNotFoundError as error:
@@ -165,6 +166,21 @@ def _collector(role: str) -> Collector:
             "installed: pip install 'specsplit[otlp]', or set OTEL_TRACES_EXPORTER=none."
         ) from error
     return Collector(role)
+
+
+def _check_protocol(environment: Mapping[str, str]) -> None:
+    """Refuse an environment that names another protocol than the one that is spoken here.
+
+    Raises:
+        InvalidSettings: a collector would take the spans for something else, and all of them would be lost.
+    """
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    name, protocol = next(((name, environment[name]) for name in names if environment.get(name)), ("", "grpc"))
+    if protocol != "grpc":
+        raise InvalidSettings(
+            f"Traces are sent over gRPC alone, and {name} is {protocol}: set it to grpc and the endpoint to the "
+            "collector's gRPC port (4317), or set OTEL_TRACES_EXPORTER=none for no traces."
+        )
 
 
 def _opened(path: Path) -> TextIO:

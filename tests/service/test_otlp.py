@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from specsplit.core.errors import InvalidSettings, MissingExtra
 from specsplit.telemetry import spans
+from specsplit.telemetry.otlp import MAX_WAITING
 from specsplit.telemetry.setup import sampler, sends_to_collector, tracing
+from tests.support.rpc_servers import wait_until
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -61,6 +63,22 @@ def test_a_collector_gets_the_spans_that_the_file_gets(tmp_path: Path, monkeypat
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2
 
 
+@pytest.mark.parametrize(("num_spans", "least", "most"), [(500, 1, 32), (MAX_WAITING, 100, 512)])
+async def test_spans_are_sent_a_few_at_a_time_unless_many_wait(
+    monkeypatch: pytest.MonkeyPatch, num_spans: int, least: int, most: int
+) -> None:
+    with collecting(monkeypatch) as requests, tracing("target"):
+        for number in range(num_spans):
+            spans.record("forward", None, number, number + 1)
+
+        def sent() -> list[Any]:
+            return [request.resource_spans[0].scope_spans[0].spans for request in list(requests)]
+
+        await wait_until(lambda: sum(map(len, sent())) == num_spans)
+        assert [span.start_time_unix_nano for part in sent() for span in part] == list(range(num_spans))
+        assert least <= max(map(len, sent())) <= most
+
+
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
@@ -86,12 +104,35 @@ def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, name
 
 
 @pytest.mark.parametrize(
+    ("protocols", "refused"),
+    [
+        ({"PROTOCOL": "http/protobuf"}, "PROTOCOL is http/protobuf"),
+        ({"PROTOCOL": "grpc", "TRACES_PROTOCOL": "http/json"}, "TRACES_PROTOCOL is http/json"),
+        ({"PROTOCOL": "http/protobuf", "TRACES_PROTOCOL": "grpc"}, None),
+    ],
+)
+def test_a_protocol_that_is_not_spoken_is_refused(
+    monkeypatch: pytest.MonkeyPatch, protocols: dict[str, str], refused: str | None
+) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    for name, protocol in protocols.items():
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", protocol)
+    expected = nullcontext() if refused is None else pytest.raises(InvalidSettings, match=rf"{refused}.*4317.*=none")
+    with expected, tracing("target"):
+        pass
+    assert not spans.is_on
+
+
+@pytest.mark.parametrize(
     ("environment", "sends"),
     [
         ({}, False),
         ({ENDPOINT: "http://c:4317"}, True),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317"}, True),
         ({ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "otlp,console"}, True),
+        ({ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "console, otlp"}, True),
+        ({ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "console"}, False),
         ({ENDPOINT: "http://c:4317", "OTEL_SDK_DISABLED": "true"}, False),
     ],
 )

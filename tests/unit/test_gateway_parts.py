@@ -362,6 +362,18 @@ async def test_a_models_counters_are_there_before_its_first_answer() -> None:
         assert value(page, "specsplit:request_success_total", model_name="chat", finished_reason=reason) == 0
     assert value(page, "specsplit:num_requests_running", model_name="chat") == 0
     assert value(page, "specsplit:time_to_first_token_seconds_count", model_name="chat") == 0
+    for phase in ("verify", "target_device", "draft_device"):
+        assert value(page, "specsplit:round_seconds_count", model_name="chat", phase=phase) == 0
+    for link in ("draft", "target"):
+        for direction in ("sent", "received"):
+            assert value(page, "specsplit:wire_bytes_total", model_name="chat", link=link, direction=direction) == 0
+
+
+async def test_a_page_has_no_series_for_the_time_when_a_counter_was_made() -> None:
+    for has_vllm_names in (False, True):
+        page = Metrics(None, ["chat"], has_vllm_names=has_vllm_names).page().decode()
+        assert "specsplit:generation_tokens_total" in page
+        assert "_created" not in page
 
 
 def test_every_error_has_an_answer() -> None:

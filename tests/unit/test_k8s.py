@@ -249,6 +249,14 @@ def test_a_worker_has_time_to_drain_before_it_is_killed(workloads: dict[str, Wor
     assert workloads[name].pod["terminationGracePeriodSeconds"] >= pause["sleep"]["seconds"] + drain_s + 5
 
 
+@pytest.mark.parametrize("name", [*WORKERS, "gateway"])
+def test_a_rollout_has_failed_only_when_its_pods_have(workloads: dict[str, Workload], name: str):
+    startup = workloads[name].container["startupProbe"]
+    window_s = startup["periodSeconds"] * startup["failureThreshold"]
+    ending_s = workloads[name].pod["terminationGracePeriodSeconds"]
+    assert workloads[name].spec["progressDeadlineSeconds"] > window_s + ending_s
+
+
 def _containers(workload: Workload) -> Iterator[Object]:
     for kind in ("containers", "initContainers", "ephemeralContainers"):
         yield from workload.pod.get(kind, [])

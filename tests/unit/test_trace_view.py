@@ -75,6 +75,17 @@ def test_rounds_are_lines_to_one_scale(files: list[str], capsys: Capture) -> Non
     ]
 
 
+def test_a_worker_without_a_file_is_not_said_to_be_idle(files: list[str], capsys: Capture, tmp_path: Path) -> None:
+    out = tmp_path / "rounds.svg"
+    assert main(["trace", *files[:1], *files[3:], "--svg", str(out)]) == 0  # without those of the target and its stage
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[2:4] == [
+        "  target   no spans of the target in these files; name the file of its --trace as well",
+        "  draft     10% of the time computing,  10% of it waited for",
+    ]
+    assert ">target</text>" in out.read_text(encoding="utf-8")
+
+
 def test_a_round_that_is_longer_than_the_others_is_cut(files: list[str], capsys: Capture, tmp_path: Path) -> None:
     gateway = tmp_path / "gateway"
     longer = gateway.read_text(encoding="utf-8").replace('"start_ns": 0,', '"start_ns": -30000000,')

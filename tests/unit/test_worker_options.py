@@ -100,6 +100,27 @@ def test_workers_log_as_the_process_that_starts_them_and_read_its_file(
     monkeypatch.setattr(gateway, opening, refuse)
     assert main([*command, "--config", str(path)]) == 1
     assert handed == [["--log-format", "text", "--log-level", "warning", "--config", str(path)]]
+    trace = ["--trace-file", str(tmp_path / "spans")]
+    assert main([*command, "--config", str(path), *trace]) == 1
+    assert handed[1] == [*handed[0], *trace]
+
+
+def test_lmtp_says_which_settings_are_for_serve_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*_: object) -> None:
+        raise WorkerFailed("It has seen enough.")
+
+    path = tmp_path / "settings.toml"
+    path.write_text("[gateway]\ndrain = 5\n")
+    monkeypatch.setattr(gateway, "serving_models", refuse)
+    monkeypatch.setenv("SPECSPLIT_GATEWAY_METRICS", "127.0.0.1:9464")
+    assert main(["lmtp", "--stdio", "--config", str(path)]) == 1
+    said = capsys.readouterr().err
+    (line,) = (line for line in said.splitlines() if "Not used by lmtp" in line)
+    assert "SPECSPLIT_GATEWAY_METRICS, " in line
+    assert "drain" in line
+    assert "HEALTH" not in line
 
 
 @pytest.mark.parametrize(
