@@ -114,6 +114,8 @@ def test_lmtp_says_which_settings_are_for_serve_alone(
     path = tmp_path / "settings.toml"
     path.write_text("[gateway]\ndrain = 5\n")
     monkeypatch.setattr(gateway, "serving_models", refuse)
+    # The handlers of pytest may still write JSON for an earlier test, and the note with them.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setenv("SPECSPLIT_GATEWAY_METRICS", "127.0.0.1:9464")
     assert main(["lmtp", "--stdio", "--config", str(path)]) == 1
     said = capsys.readouterr().err
