@@ -29,7 +29,7 @@ from tests.support.watched import WatchedTarget
 
 NUM_SEEDS = 2000 if os.environ.get("SPECSPLIT_TEST_ALL") == "1" else 200
 NUM_PARTS = 10
-NUM_CROWDED_SEEDS = NUM_SEEDS // 5
+NUM_CROWDED_SEEDS = NUM_SEEDS // 10
 NUM_SEEDS_BY_SESSIONS = {7: NUM_SEEDS // 50, 16: NUM_SEEDS // 100, 48: NUM_SEEDS // 200}
 MAX_BROKEN_SEEDS = 120
 """Within so many schedules a missing rule is found; most are found in the first ten."""

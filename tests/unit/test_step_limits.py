@@ -107,7 +107,11 @@ async def test_a_draft_takes_its_prompt_in_chunks_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "forwards"), [(("--prefill-chunk", "70"), 3), (("--local-stages", "2", "--prefill-chunk", "40"), 3)]
+    ("options", "forwards"),
+    [
+        (("--prefill-chunk", "70"), 3),
+        pytest.param(("--local-stages", "2", "--prefill-chunk", "40"), 3, marks=pytest.mark.slow),
+    ],
 )
 async def test_workers_take_the_limits_as_options(options: Sequence[str], forwards: int, tmp_path: Path) -> None:
     worker = WorkerProcess("target", tmp_path, "--step-tokens", "80", *options)
