@@ -161,16 +161,17 @@ class _RoundStream:
     def _end(self) -> None:
         """Fail the calls that still wait, since the stream has ended."""
         waiting, self._waiting = self._waiting, {}
+        error = self._error()
         for waiter in waiting.values():
             if not waiter.answer.done():
                 # An error each: raising one object in several tasks would mix their tracebacks.
-                waiter.answer.set_exception(self._error())
+                waiter.answer.set_exception(_twin(error))
 
     def _error(self) -> SpecSplitError:
         try:
             self._stream.check()
         except (LinkError, NoFreeSlot) as error:
-            return type(error)(str(error))
+            return error
         except Exception as error:  # noqa: BLE001 - a status for one message, or a mistake of ours
             if not self._is_shared and isinstance(error, SpecSplitError):
                 return error
@@ -192,6 +193,14 @@ class _RoundStream:
                     WorkerUnreachable(f"{self._peer}: the connection was closed during the call.")
                 )
         await self._stream.close(flush_s=_CLOSE_S)
+
+
+def _twin(error: SpecSplitError) -> SpecSplitError:
+    """Return another error that says the same."""
+    # `copy.copy` would pass the sentence to a constructor that takes other arguments.
+    twin = type(error).__new__(type(error), *error.args)
+    vars(twin).update(vars(error))
+    return twin
 
 
 class _Waiter:

@@ -13,6 +13,7 @@ from google.rpc import status_pb2
 from specsplit.core.errors import (
     LinkError,
     NoFreeSlot,
+    Overloaded,
     SlotBehind,
     WorkerClosed,
     WorkerFailed,
@@ -23,6 +24,7 @@ from specsplit.rpc import rounds
 from specsplit.rpc.pb import common_pb2, target_pb2
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
+from specsplit.rpc.status import of_call, status_of
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeTarget, Faults
@@ -180,6 +182,23 @@ async def test_what_ends_the_stream_is_no_ones_own_mistake():
             *(verifier.verify(turn, without_tree(turn)) for turn in turns), return_exceptions=True
         )
     assert all(isinstance(failure, WorkerFailed) for failure in failures)
+    assert len({id(failure) for failure in failures}) == 3
+
+
+async def test_a_full_worker_tells_every_round_of_a_stream_when_to_come_back():
+    async def refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        for _ in range(3):
+            await anext(requests)
+        await context.abort_with_status(of_call(status_of(Overloaded("The worker is full.", 0.25, "sessions"))))
+        yield b""
+
+    async with serving_rounds(refuse) as address, verifier_at(address) as verifier:
+        turns = [Script().first() for _ in range(3)]
+        failures = await asyncio.gather(
+            *(verifier.verify(turn, without_tree(turn)) for turn in turns), return_exceptions=True
+        )
+    said = [(str(error), error.retry_after_s, error.limit) for error in failures if isinstance(error, Overloaded)]
+    assert said == [("The worker is full.", 0.25, "sessions")] * 3
     assert len({id(failure) for failure in failures}) == 3
 
 
