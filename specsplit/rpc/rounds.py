@@ -227,7 +227,8 @@ class _Waiter:
 class ServedRounds:
     """One stream at the server; each round is answered as soon as it is ready. `read` returns None at the end.
 
-    `on_end` is called when there is no client any more, before the rounds under way have ended.
+    `on_end` is called when there is no client any more, before the rounds under way have ended. The stream of a large
+    round ends without it once that is answered: its client goes on over another stream.
     """
 
     def __init__(
@@ -243,6 +244,8 @@ class ServedRounds:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
         self._last_id = 0
+        self._is_of_large_round = False
+        """Whether the only round so far is a large one: its client ends the stream when it has the answer."""
         self._unsent: dict[int, Progress] = {}
         """The latest progress of a round that waits to be written."""
 
@@ -253,6 +256,7 @@ class ServedRounds:
             InvalidRequest: a message that makes no sense; every round under way ends with the stream.
         """
         reading, stopping = asyncio.create_task(self._read_all()), asyncio.create_task(ending.wait())
+        is_client_there = False
         try:
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
@@ -261,8 +265,10 @@ class ServedRounds:
             reading.cancel()
             while self._tasks:
                 await asyncio.wait(self._tasks)
+            is_client_there = self._is_of_large_round
         finally:
-            self._on_end()
+            if not is_client_there:
+                self._on_end()
             await to_its_end(self._end({reading, stopping}))
 
     async def _end(self, own: set[asyncio.Task[Any]]) -> None:
@@ -296,6 +302,7 @@ class ServedRounds:
                 await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
     def _begin(self, call: common_pb2.RoundCall, *, is_large: bool) -> None:
+        self._is_of_large_round = self._last_id == 0 and len(call.request) > SMALL_BYTES
         self._last_id = call.id
         if is_large:
             self._refuse(call.id, InvalidRequest("The round is too large for this stream; open one for it."))
