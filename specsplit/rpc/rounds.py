@@ -242,6 +242,9 @@ class ServedRounds:
         self._under_way: dict[int, asyncio.Task[None]] = {}
         """Unanswered rounds, which may still be withdrawn."""
         self._tasks: set[asyncio.Task[None]] = set()
+        """Rounds and refusals, until their answers are written."""
+        self._reporting: set[asyncio.Task[None]] = set()
+        """Progress that is being written."""
         self._writing = asyncio.Lock()
         self._last_id = 0
         self._is_of_large_round = False
@@ -276,7 +279,7 @@ class ServedRounds:
         # grpc never ends a stream whose write was cancelled, so an answer that is being written leaves first.
         for task in own.union(self._under_way.values()):
             task.cancel()
-        _, stuck = await asyncio.wait(own | self._tasks, timeout=_FLUSH_S)
+        _, stuck = await asyncio.wait(own | self._tasks | self._reporting, timeout=_FLUSH_S)
         for task in stuck:
             task.cancel()
         if stuck:
@@ -297,9 +300,10 @@ class ServedRounds:
             del data, call
             # The round begins before the next message is asked for, which takes as long as to hand work to the device.
             await asyncio.sleep(0)
-            # Beyond MAX_ROUNDS tasks only write refusals; a client that reads none of them is not read either.
-            if len(self._tasks) >= 2 * MAX_ROUNDS:
-                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            # MAX_ROUNDS rounds may each report progress, and as many refusals be written; a client that reads none of
+            # them is not read either.
+            if len(self._tasks) + len(self._reporting) >= 3 * MAX_ROUNDS:
+                await asyncio.wait(self._tasks | self._reporting, return_when=asyncio.FIRST_COMPLETED)
 
     def _begin(self, call: common_pb2.RoundCall, *, is_large: bool) -> None:
         self._is_of_large_round = self._last_id == 0 and len(call.request) > SMALL_BYTES
@@ -310,21 +314,14 @@ class ServedRounds:
             self._refuse(call.id, NoFreeSlot(f"The stream has {MAX_ROUNDS} rounds in hand; try again in a moment."))
         else:
             call_id = call.id
-            task = self._under_way[call_id] = self._start(
-                self._answer(call_id, call.request, tuple(call.trace.items()))
-            )
+            work = self._answer(call_id, call.request, tuple(call.trace.items()))
+            task = self._under_way[call_id] = _start(work, self._tasks)
             # A task withdrawn before its first step never comes to remove itself.
             task.add_done_callback(lambda _: self._under_way.pop(call_id, None))
 
     def _refuse(self, call_id: int, error: SpecSplitError) -> None:
         refusal = common_pb2.RoundAnswer(id=call_id, status=status_of(error).SerializeToString())
-        self._start(self._send(refusal.SerializeToString()))
-
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name="specsplit-round")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        _start(self._send(refusal.SerializeToString()), self._tasks)
 
     async def _answer(self, call_id: int, request: bytes, trace: Trace) -> None:
         try:
@@ -346,7 +343,7 @@ class ServedRounds:
         """Send the progress of a round; if the client reads slowly, only the latest one."""
         is_waiting, self._unsent[call_id] = call_id in self._unsent, progress
         if not is_waiting:
-            self._start(self._send_progress(call_id))
+            _start(self._send_progress(call_id), self._reporting)
 
     async def _send_progress(self, call_id: int) -> None:
         async with self._writing:
@@ -364,3 +361,11 @@ class ServedRounds:
                 await self._write(data)
         except Exception:  # noqa: BLE001 - the client has gone, which the end of its messages tells
             _log.debug("an answer was not wanted any more", exc_info=True)
+
+
+def _start(work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    """Return a task for the work, which stays in `tasks` until it has ended."""
+    task = asyncio.create_task(work, name="specsplit-round")
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

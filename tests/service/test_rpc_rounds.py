@@ -19,6 +19,7 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
+from specsplit.core.progress import Progress, current_listener
 from specsplit.core.types import Verdict
 from specsplit.rpc import rounds
 from specsplit.rpc.pb import common_pb2, target_pb2
@@ -167,6 +168,42 @@ async def test_too_many_rounds_are_refused_and_withdrawn_ones_make_room(
         assert target.faults.gate is not None
         target.faults.gate.set()
         assert len(await asyncio.gather(*running)) == 3
+
+
+async def test_progress_that_a_client_does_not_read_takes_no_rounds_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rounds, "MAX_ROUNDS", 3)
+    unread, refused = asyncio.Event(), list[int]()
+    messages = asyncio.Queue[bytes | None]()
+
+    async def write(data: bytes) -> None:
+        await unread.wait()
+        answer = common_pb2.RoundAnswer.FromString(data)
+        if answer.WhichOneof("body") == "status":
+            refused.append(answer.id)
+
+    num_begun = 0
+
+    async def serve(request: bytes, trace: object) -> bytes:
+        nonlocal num_begun
+        num_begun += 1
+        listener = current_listener()
+        assert listener is not None
+        listener(Progress(done=0, total=1))
+        await unread.wait()
+        return b"answer"
+
+    served = asyncio.create_task(rounds.ServedRounds(messages.get, write, serve).run(asyncio.Event()))
+    for number in range(1, 101):
+        messages.put_nowait(round_of(number, Script().first()))
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert num_begun == 3
+    assert messages.qsize() > 80, "a client that reads nothing is not read either"
+    unread.set()
+    messages.put_nowait(None)
+    async with asyncio.timeout(LIMIT_S):
+        await served
+    assert min(refused) == 4
 
 
 async def test_what_ends_the_stream_is_no_ones_own_mistake():
