@@ -34,6 +34,10 @@ class NodeFeed(Protocol):
         """Count all nodes as unsent: the stream begins anew."""
         ...
 
+    def has_sent(self, commit: Verdict) -> bool:
+        """Return whether the commit's nodes are a tree of those sent, and its path spells its tokens."""
+        ...
+
 
 @dataclass(slots=True)
 class _OpenStream:
@@ -202,10 +206,7 @@ class TargetClient:
 
     async def _read(self, feed: NodeFeed) -> Verdict:
         self._waited_since_s = self._loop.time()
-        if self._open is None:
-            self._open_stream(feed)
-        opened = self._open
-        assert opened is not None
+        opened = self._open or self._open_stream(feed)
         try:
             self.push()
             verdict = await opened.stream.next_commit()
@@ -213,20 +214,23 @@ class TargetClient:
                 raise WorkerFailed("The target ended a stream before the text was at its end.")
             if verdict.length != len(self.contract.history) + len(verdict.accepted):
                 raise WorkerFailed("The target's stream is not where the text is.")
+            if not feed.has_sent(verdict):
+                raise WorkerFailed("The target's stream commits nodes that it was not sent.")
         except BaseException:
             # Also when cancelled: a stream that lost a commit on the way may not be read any further.
             await to_its_end(self._drop_stream())
             raise
         return verdict
 
-    def _open_stream(self, feed: NodeFeed) -> None:
+    def _open_stream(self, feed: NodeFeed) -> _OpenStream:
         """Open a stream with the first turn of an epoch; what fails shows in its commits."""
         if self.contract.round:
             self._raise_epoch(is_reported=False)
         turn = self.contract.next_turn(time_left_s=self._retrier.max_wait_s)
         feed.forget_sent()
         stream = self._verifier.open_stream(turn, self.limits)
-        self._open = _OpenStream(stream, feed, said=(turn.base_length + len(turn.tail) - 1, False))
+        opened = self._open = _OpenStream(stream, feed, said=(turn.base_length + len(turn.tail) - 1, False))
+        return opened
 
     async def _drop_stream(self) -> None:
         """Leave a stream of which it is not known what the target did."""

@@ -161,16 +161,17 @@ class _RoundStream:
     def _end(self) -> None:
         """Fail the calls that still wait, since the stream has ended."""
         waiting, self._waiting = self._waiting, {}
+        error = self._error()
         for waiter in waiting.values():
             if not waiter.answer.done():
                 # An error each: raising one object in several tasks would mix their tracebacks.
-                waiter.answer.set_exception(self._error())
+                waiter.answer.set_exception(_twin(error))
 
     def _error(self) -> SpecSplitError:
         try:
             self._stream.check()
         except (LinkError, NoFreeSlot) as error:
-            return type(error)(str(error))
+            return error
         except Exception as error:  # noqa: BLE001 - a status for one message, or a mistake of ours
             if not self._is_shared and isinstance(error, SpecSplitError):
                 return error
@@ -192,6 +193,14 @@ class _RoundStream:
                     WorkerUnreachable(f"{self._peer}: the connection was closed during the call.")
                 )
         await self._stream.close(flush_s=_CLOSE_S)
+
+
+def _twin(error: SpecSplitError) -> SpecSplitError:
+    """Return another error that says the same."""
+    # `copy.copy` would pass the sentence to a constructor that takes other arguments.
+    twin = type(error).__new__(type(error), *error.args)
+    vars(twin).update(vars(error))
+    return twin
 
 
 class _Waiter:
@@ -218,7 +227,8 @@ class _Waiter:
 class ServedRounds:
     """One stream at the server; each round is answered as soon as it is ready. `read` returns None at the end.
 
-    `on_end` is called when there is no client any more, before the rounds under way have ended.
+    `on_end` is called when there is no client any more, before the rounds under way have ended. The stream of a large
+    round ends without it once that is answered: its client goes on over another stream.
     """
 
     def __init__(
@@ -232,8 +242,13 @@ class ServedRounds:
         self._under_way: dict[int, asyncio.Task[None]] = {}
         """Unanswered rounds, which may still be withdrawn."""
         self._tasks: set[asyncio.Task[None]] = set()
+        """Rounds and refusals, until their answers are written."""
+        self._reporting: set[asyncio.Task[None]] = set()
+        """Progress that is being written."""
         self._writing = asyncio.Lock()
         self._last_id = 0
+        self._is_of_large_round = False
+        """Whether the only round so far is a large one: its client ends the stream when it has the answer."""
         self._unsent: dict[int, Progress] = {}
         """The latest progress of a round that waits to be written."""
 
@@ -244,6 +259,7 @@ class ServedRounds:
             InvalidRequest: a message that makes no sense; every round under way ends with the stream.
         """
         reading, stopping = asyncio.create_task(self._read_all()), asyncio.create_task(ending.wait())
+        is_client_there = False
         try:
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
@@ -252,8 +268,10 @@ class ServedRounds:
             reading.cancel()
             while self._tasks:
                 await asyncio.wait(self._tasks)
+            is_client_there = self._is_of_large_round
         finally:
-            self._on_end()
+            if not is_client_there:
+                self._on_end()
             await to_its_end(self._end({reading, stopping}))
 
     async def _end(self, own: set[asyncio.Task[Any]]) -> None:
@@ -261,7 +279,7 @@ class ServedRounds:
         # grpc never ends a stream whose write was cancelled, so an answer that is being written leaves first.
         for task in own.union(self._under_way.values()):
             task.cancel()
-        _, stuck = await asyncio.wait(own | self._tasks, timeout=_FLUSH_S)
+        _, stuck = await asyncio.wait(own | self._tasks | self._reporting, timeout=_FLUSH_S)
         for task in stuck:
             task.cancel()
         if stuck:
@@ -282,11 +300,13 @@ class ServedRounds:
             del data, call
             # The round begins before the next message is asked for, which takes as long as to hand work to the device.
             await asyncio.sleep(0)
-            # Beyond MAX_ROUNDS tasks only write refusals; a client that reads none of them is not read either.
-            if len(self._tasks) >= 2 * MAX_ROUNDS:
-                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            # MAX_ROUNDS rounds may each report progress, and as many refusals be written; a client that reads none of
+            # them is not read either.
+            if len(self._tasks) + len(self._reporting) >= 3 * MAX_ROUNDS:
+                await asyncio.wait(self._tasks | self._reporting, return_when=asyncio.FIRST_COMPLETED)
 
     def _begin(self, call: common_pb2.RoundCall, *, is_large: bool) -> None:
+        self._is_of_large_round = self._last_id == 0 and len(call.request) > SMALL_BYTES
         self._last_id = call.id
         if is_large:
             self._refuse(call.id, InvalidRequest("The round is too large for this stream; open one for it."))
@@ -294,21 +314,14 @@ class ServedRounds:
             self._refuse(call.id, NoFreeSlot(f"The stream has {MAX_ROUNDS} rounds in hand; try again in a moment."))
         else:
             call_id = call.id
-            task = self._under_way[call_id] = self._start(
-                self._answer(call_id, call.request, tuple(call.trace.items()))
-            )
+            work = self._answer(call_id, call.request, tuple(call.trace.items()))
+            task = self._under_way[call_id] = _start(work, self._tasks)
             # A task withdrawn before its first step never comes to remove itself.
             task.add_done_callback(lambda _: self._under_way.pop(call_id, None))
 
     def _refuse(self, call_id: int, error: SpecSplitError) -> None:
         refusal = common_pb2.RoundAnswer(id=call_id, status=status_of(error).SerializeToString())
-        self._start(self._send(refusal.SerializeToString()))
-
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name="specsplit-round")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        _start(self._send(refusal.SerializeToString()), self._tasks)
 
     async def _answer(self, call_id: int, request: bytes, trace: Trace) -> None:
         try:
@@ -330,7 +343,7 @@ class ServedRounds:
         """Send the progress of a round; if the client reads slowly, only the latest one."""
         is_waiting, self._unsent[call_id] = call_id in self._unsent, progress
         if not is_waiting:
-            self._start(self._send_progress(call_id))
+            _start(self._send_progress(call_id), self._reporting)
 
     async def _send_progress(self, call_id: int) -> None:
         async with self._writing:
@@ -348,3 +361,11 @@ class ServedRounds:
                 await self._write(data)
         except Exception:  # noqa: BLE001 - the client has gone, which the end of its messages tells
             _log.debug("an answer was not wanted any more", exc_info=True)
+
+
+def _start(work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    """Return a task for the work, which stays in `tasks` until it has ended."""
+    task = asyncio.create_task(work, name="specsplit-round")
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

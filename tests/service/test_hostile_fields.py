@@ -52,8 +52,8 @@ STAGE = [
     *lies_about("Forward", stage_pb2.Frame),
     *lies_about("Ping", stage_pb2.StagePingResponse),
 ]
-IS_THE_TEXT = ("accepted", "token_ids")
-"""Fields with which a target picks other tokens, which only an audit can find."""
+IS_THE_TEXT = ("token_ids",)
+"""Fields with which a target picks another bonus token, which only an audit can find."""
 
 
 def some(lies: Sequence[Lie], count: int) -> list[Lie]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -85,6 +86,34 @@ async def test_a_client_waits_for_a_target_that_tells_its_progress(length: int):
             turn = Script([5] * length).first([5] * length)
             assert (await verifier.verify(turn, without_tree(turn))).length == length
         assert server.num_running == 0
+
+
+async def test_the_end_of_a_large_rounds_stream_loses_no_client(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "specsplit.sessions")
+    async with serving(LOOPBACK, [TargetService(FakeTarget(context=1 << 20))]) as server:
+        async with verifier_at(server) as verifier:
+            turn = Script([5] * 2 * SMALL_BYTES).first([5] * 2 * SMALL_BYTES)
+            await verifier.verify(turn, without_tree(turn))
+            await wait_until(lambda: not any("rounds" in task.get_name() for task in asyncio.all_tasks()))
+            assert not caplog.messages
+            turn = Script().first()
+            await verifier.verify(turn, without_tree(turn))
+        await wait_until(lambda: ["vanished" in message for message in caplog.messages] == [True])
+
+
+async def test_a_large_round_that_is_broken_off_loses_its_client(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "specsplit.sessions")
+    target = Gated()
+    async with serving(LOOPBACK, [TargetService(target)]) as server:
+        async with verifier_at(server) as verifier:
+            script = Script([5] * 2 * SMALL_BYTES)
+            target.gates[script.session] = asyncio.Event()
+            turn = script.first([5] * 2 * SMALL_BYTES)
+            waiting = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+            await wait_until(lambda: bool(target.waiting))
+        with pytest.raises(WorkerUnreachable):
+            await waiting
+        await wait_until(lambda: ["vanished" in message for message in caplog.messages] == [True])
 
 
 async def test_closing_a_client_ends_its_large_round():

@@ -13,16 +13,19 @@ from google.rpc import status_pb2
 from specsplit.core.errors import (
     LinkError,
     NoFreeSlot,
+    Overloaded,
     SlotBehind,
     WorkerClosed,
     WorkerFailed,
     WorkerUnreachable,
 )
+from specsplit.core.progress import Progress, current_listener
 from specsplit.core.types import Verdict
 from specsplit.rpc import rounds
 from specsplit.rpc.pb import common_pb2, target_pb2
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import TargetService
+from specsplit.rpc.status import of_call, status_of
 from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeTarget, Faults
@@ -167,6 +170,42 @@ async def test_too_many_rounds_are_refused_and_withdrawn_ones_make_room(
         assert len(await asyncio.gather(*running)) == 3
 
 
+async def test_progress_that_a_client_does_not_read_takes_no_rounds_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rounds, "MAX_ROUNDS", 3)
+    unread, refused = asyncio.Event(), list[int]()
+    messages = asyncio.Queue[bytes | None]()
+
+    async def write(data: bytes) -> None:
+        await unread.wait()
+        answer = common_pb2.RoundAnswer.FromString(data)
+        if answer.WhichOneof("body") == "status":
+            refused.append(answer.id)
+
+    num_begun = 0
+
+    async def serve(request: bytes, trace: object) -> bytes:
+        nonlocal num_begun
+        num_begun += 1
+        listener = current_listener()
+        assert listener is not None
+        listener(Progress(done=0, total=1))
+        await unread.wait()
+        return b"answer"
+
+    served = asyncio.create_task(rounds.ServedRounds(messages.get, write, serve).run(asyncio.Event()))
+    for number in range(1, 101):
+        messages.put_nowait(round_of(number, Script().first()))
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert num_begun == 3
+    assert messages.qsize() > 80, "a client that reads nothing is not read either"
+    unread.set()
+    messages.put_nowait(None)
+    async with asyncio.timeout(LIMIT_S):
+        await served
+    assert min(refused) == 4
+
+
 async def test_what_ends_the_stream_is_no_ones_own_mistake():
     async def refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         for _ in range(3):
@@ -180,6 +219,23 @@ async def test_what_ends_the_stream_is_no_ones_own_mistake():
             *(verifier.verify(turn, without_tree(turn)) for turn in turns), return_exceptions=True
         )
     assert all(isinstance(failure, WorkerFailed) for failure in failures)
+    assert len({id(failure) for failure in failures}) == 3
+
+
+async def test_a_full_worker_tells_every_round_of_a_stream_when_to_come_back():
+    async def refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        for _ in range(3):
+            await anext(requests)
+        await context.abort_with_status(of_call(status_of(Overloaded("The worker is full.", 0.25, "sessions"))))
+        yield b""
+
+    async with serving_rounds(refuse) as address, verifier_at(address) as verifier:
+        turns = [Script().first() for _ in range(3)]
+        failures = await asyncio.gather(
+            *(verifier.verify(turn, without_tree(turn)) for turn in turns), return_exceptions=True
+        )
+    said = [(str(error), error.retry_after_s, error.limit) for error in failures if isinstance(error, Overloaded)]
+    assert said == [("The worker is full.", 0.25, "sessions")] * 3
     assert len({id(failure) for failure in failures}) == 3
 
 

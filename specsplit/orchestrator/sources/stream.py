@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specsplit.core.types import ROOT, Proposal, Verdict
@@ -10,6 +11,7 @@ from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
 from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.orchestrator.target_client import TargetClient, renumbered
 from specsplit.speculation.round_plan import RoundPlan
+from specsplit.speculation.token_tree import ROOT_INDEX, SpeculationTree
 from specsplit.telemetry import spans
 
 
@@ -59,15 +61,15 @@ class StreamSource(TreeSource):
 
     def _scored(self, commit: Verdict) -> SpeculationInput:
         """Return what the target verified as a round's input, with the verdict in the numbers of that input."""
-        tree = self._speculator.tree
         # Stream numbers name the tree's nodes from before this commit, since it is rooted anew only after it.
-        node_of = {number: node for node, number in enumerate(tree.sent_numbers) if number}
-        nodes = [node_of[number] for number in commit.verified if number in node_of]
-        number_of = {tree.sent_numbers[node]: number for number, node in enumerate(nodes, 1)}
+        named = _named(commit.verified)
+        nodes = _sent_nodes(self._speculator.tree, named)
+        assert nodes is not None, "the target client has asked `has_sent`"
+        number_of = dict(zip(named, range(1, len(named) + 1), strict=True))
         speculation = self._speculator.make_input(nodes, 1, commit=commit)
         if commit.found is not None:
             speculation = _with_found(speculation, commit.found, number_of)
-        accepted = tuple([number_of[number] for number in commit.accepted if number in number_of])
+        accepted = tuple([number_of[number] for number in commit.accepted])
         verified = tuple(range(1, len(speculation.depths) + 1))
         return replace(speculation, commit=renumbered(commit, accepted, verified))
 
@@ -84,6 +86,14 @@ class StreamSource(TreeSource):
         """Count all nodes as unsent: the stream begins anew."""
         self._speculator.tree.forget_sent()
 
+    def has_sent(self, commit: Verdict) -> bool:
+        """Return whether the commit's nodes are a tree of those sent, and its path spells its tokens."""
+        # Nodes that the target found itself were checked when the commit was decoded.
+        tree, path = self._speculator.tree, _named(commit.accepted)
+        if _sent_nodes(tree, _named(commit.verified)) is None:
+            return False
+        return [tree.sent_numbers[node] for node in tree.nodes.walk(commit.token_ids[: len(path)])] == path
+
     def observe(self, result: RoundResult) -> None:
         """Learn from a commit, and root the tree anew."""
         speculator, verdict = self._speculator, result.verdict
@@ -97,6 +107,24 @@ class StreamSource(TreeSource):
         if self._speculator.background is not None:
             self._speculator.background.on_nodes = None
         await self._target.close_stream(keeps_slot=True)
+
+
+def _named(numbers: Sequence[int]) -> list[int]:
+    """Return the numbers that the client gave, without those of nodes that the target found."""
+    return [number for number in numbers if number < FIRST_FOUND]
+
+
+def _sent_nodes(tree: SpeculationTree, numbers: Sequence[int]) -> list[int] | None:
+    """Return the nodes with these numbers in the stream; None if they are no tree of sent nodes, parents first."""
+    node_of = {number: node for node, number in enumerate(tree.sent_numbers) if number}
+    parents, known, nodes = tree.nodes.parents, {ROOT_INDEX}, list[int]()
+    for number in numbers:
+        node = node_of.get(number)
+        if node is None or node in known or parents[node] not in known:
+            return None
+        known.add(node)
+        nodes.append(node)
+    return nodes
 
 
 def _with_found(speculation: SpeculationInput, found: Proposal, number_of: dict[int, int]) -> SpeculationInput:
