@@ -39,17 +39,21 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    # Per connection; further calls wait at the client.
-    ("grpc.max_concurrent_streams", MAX_CONNECTION_STREAMS),
     # A port in use is refused, not shared.
     ("grpc.so_reuseport", 0),
 ]
 
 
-def server_options(max_request_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+def server_options(
+    max_request_bytes: int = MAX_MESSAGE_BYTES, max_streams: int = MAX_CONNECTION_STREAMS
+) -> list[tuple[str, int]]:
     """Return a server's options; a request that announces more bytes is refused before it is received."""
-    limit = ("grpc.max_receive_message_length", min(max_request_bytes, MAX_MESSAGE_BYTES))
-    return [option for option in SERVER_OPTIONS if option[0] != limit[0]] + [limit]
+    limits = {
+        "grpc.max_receive_message_length": min(max_request_bytes, MAX_MESSAGE_BYTES),
+        # Per connection; further calls wait at the client.
+        "grpc.max_concurrent_streams": max_streams,
+    }
+    return [*(dict(SERVER_OPTIONS) | limits).items()]
 
 
 def largest_request(context: int, vocab_size: int) -> int:
