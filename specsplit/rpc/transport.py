@@ -10,6 +10,8 @@ from specsplit.limits import MAX_CONNECTION_STREAMS, MAX_MESSAGE_BYTES
 
 _TOKEN_BYTES, _BIAS_BYTES = 5, 8
 """Largest size of a token id and of a logit bias on the wire."""
+_SCORE_BYTES, _TOP_BYTES, _FRAME_BYTES = 4, 7, 7
+"""Size at most of a score on the wire, of one of the likeliest tokens beside it (ids below 2^21), and of their frame."""
 KEEPALIVE_MS = 1500
 KEEPALIVE_TIMEOUT_MS = 1000
 
@@ -60,6 +62,19 @@ def largest_request(context: int, vocab_size: int) -> int:
     """Return a size larger than any valid request to a model of that context and vocabulary."""
     # Four contexts, so that a prompt that is only somewhat too long is refused by us, in better words than gRPC's.
     return (1 << 20) + 4 * _TOKEN_BYTES * context + (_TOKEN_BYTES + _BIAS_BYTES) * vocab_size
+
+
+def check_scores_fit(num_scored: int, top_logprobs: int) -> None:
+    """Raise InvalidRequest if the answer to a score would be larger than a message may be."""
+    token_bytes = _SCORE_BYTES + (_FRAME_BYTES + _TOP_BYTES * top_logprobs if top_logprobs else 0)
+    # A little is left for the telemetry.
+    most = (MAX_MESSAGE_BYTES - 1024) // token_bytes
+    if num_scored > most:
+        raise InvalidRequest(
+            f"An answer holds the {top_logprobs} likeliest tokens of at most {most} scored ones, not of {num_scored}; "
+            "ask for fewer likeliest tokens, or score fewer at a time.",
+            param="top_logprobs",
+        )
 
 
 _ADDRESS = re.compile(
