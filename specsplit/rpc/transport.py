@@ -6,12 +6,12 @@ import ipaddress
 import re
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.limits import MAX_CONNECTION_STREAMS, MAX_MESSAGE_BYTES
+from specsplit.limits import MAX_CONNECTION_STREAMS, MAX_MESSAGE_BYTES, MAX_TOP_LOGPROBS
 
 _TOKEN_BYTES, _BIAS_BYTES = 5, 8
 """Largest size of a token id and of a logit bias on the wire."""
 _SCORE_BYTES, _TOP_BYTES, _FRAME_BYTES = 4, 7, 7
-"""Size at most of a score on the wire, of one of the likeliest tokens beside it (ids below 2^21), and of their frame."""
+"""Largest size on the wire of a score, of one of its likeliest tokens (ids below 2^21), and of the frame of these."""
 KEEPALIVE_MS = 1500
 KEEPALIVE_TIMEOUT_MS = 1000
 
@@ -66,7 +66,9 @@ def largest_request(context: int, vocab_size: int) -> int:
 
 def check_scores_fit(num_scored: int, top_logprobs: int) -> None:
     """Raise InvalidRequest if the answer to a score would be larger than a message may be."""
-    token_bytes = _SCORE_BYTES + (_FRAME_BYTES + _TOP_BYTES * top_logprobs if top_logprobs else 0)
+    # An engine itself refuses to give more of the likeliest tokens than that.
+    num_top = min(top_logprobs, MAX_TOP_LOGPROBS)
+    token_bytes = _SCORE_BYTES + (_FRAME_BYTES + _TOP_BYTES * num_top if num_top else 0)
     # A little is left for the telemetry.
     most = (MAX_MESSAGE_BYTES - 1024) // token_bytes
     if num_scored > most:
