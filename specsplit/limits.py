@@ -19,6 +19,8 @@ MAX_CONNECTION_STREAMS = 1024
 """Calls and streams of one connection under way; further ones wait at the client."""
 MAX_PEER_STREAMS = 1024
 """Streams of one peer that may be open, over all its connections; one more is refused."""
+MAX_PROBES = 8
+"""Checks of one connection to the port for probes under way; further ones wait at the client."""
 MAX_ROUNDS = 1024
 """Largest number of unanswered rounds of one stream at a server; more are refused."""
 MAX_KNOWN_SESSIONS = 65_536

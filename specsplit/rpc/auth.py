@@ -105,10 +105,6 @@ class Guard:
     def __init__(self, *, is_secure: bool) -> None:
         self._is_secure = is_secure
 
-    @property
-    def is_secure(self) -> bool:
-        return self._is_secure
-
     def admit(self, context: Any, method: str) -> PeerIdentity:
         """Return the caller of `method`, which is the current peer from here to the end of the call.
 

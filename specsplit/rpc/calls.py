@@ -40,6 +40,7 @@ from specsplit.rpc.codec import (
     require_tokens,
 )
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
+from specsplit.rpc.transport import check_scores_fit
 
 ANY_ID = 1 << 32
 """Size of a vocabulary that has every id which a message can carry."""
@@ -360,10 +361,11 @@ def decode_score_request(
     """Return prompt, scored tokens, biases, and how many likeliest tokens are asked for.
 
     Raises:
-        InvalidRequest: too many tokens, or biases that are no pairs of ids and finite numbers.
+        InvalidRequest: too many tokens, also for an answer, or biases that are no pairs of ids and finite numbers.
     """
     require_at_most(MAX_TAIL, message.prompt, "prompt")
     require_at_most(MAX_TAIL, message.scored, "scored")
+    check_scores_fit(len(message.scored), message.top_logprobs)
     bias = decode_bias(message.bias_ids, message.bias_values)
     return tuple(message.prompt), tuple(message.scored), bias, message.top_logprobs
 

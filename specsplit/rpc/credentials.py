@@ -43,6 +43,9 @@ class Certificates:
         self.role: LinkRole | None = role
         self._lock = threading.Lock()
         self._stamp: object = _stamp(files)
+        """The stamp of the files in use."""
+        self._failure: tuple[object, str] | None = None
+        """Stamp and error of the files that could last not be used, which are logged once."""
         self._current = self._read()
         self._version = 1
         self._looked_s = time.monotonic()
@@ -60,25 +63,30 @@ class Certificates:
         return self._version
 
     def look(self) -> None:
-        """Read the files if they have changed; what cannot be used changes nothing, and is logged."""
+        """Read the files if they have changed; what cannot be used changes nothing, and is tried again."""
         with self._lock:
             self._looked_s = time.monotonic()
             # The stamp is taken first: a change while the files are read shows at the next look.
             stamp = _stamp(self.files)
             if stamp == self._stamp:
                 return
-            self._stamp = stamp
             try:
                 self._current = self._read()
             except InvalidSettings as error:
-                _log.warning("the certificate before stays in use: %s", error)
+                # The same files may become usable later: a certificate whose time begins, a key with other permissions.
+                if (stamp, str(error)) != self._failure:
+                    _log.warning("the certificate before stays in use: %s", error)
+                self._failure = stamp, str(error)
                 return
+            self._stamp, self._failure = stamp, None
             self._version += 1
             _log.info("the certificate was rotated; the new one ends at %s", self._current.ends)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return the credentials of a client with the certificate in use."""
-        return grpc.ssl_channel_credentials(self._current.ca, self._current.key, self._current.cert)
+        # A thread of gRPC may replace it meanwhile, and key and certificate have to be of one.
+        current = self._current
+        return grpc.ssl_channel_credentials(current.ca, current.key, current.cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return the credentials of a server, which follow rotations and ask every client for a certificate."""

@@ -97,7 +97,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if not method.startswith(OUR_SERVICES):
-            return self._guarded(handler, method) if self._guard.is_secure else handler
+            return self._guarded(handler, method)
         metadata: Metadata = cast(Any, handler_call_details).invocation_metadata or ()
         if method in _OF_ROUNDS:
             one = cast(Callable[[bytes], Awaitable[bytes]], handler.stream_stream)
@@ -107,11 +107,7 @@ class Boundary(grpc.aio.ServerInterceptor):
 
             async def serve_duplex(requests: AsyncIterator[bytes], context: Context) -> None:
                 metered = _Metered(requests, self._budget)
-
-                async def write_all() -> None:
-                    with self._streams.taken(current_peer().name):
-                        await _write_all(lambda: duplex(metered, context), context)
-
+                write_all = partial(self._write_all, lambda: duplex(metered, context), context)
                 try:
                     await self._run(write_all, 0, method, metadata, context, limit_s=None)
                 finally:
@@ -122,7 +118,7 @@ class Boundary(grpc.aio.ServerInterceptor):
             stream = cast(Callable[[bytes, Context], AsyncGenerator[bytes]], handler.unary_stream)
 
             async def serve_stream(request: bytes, context: Context) -> None:
-                write_all = partial(_write_all, lambda: stream(request, context), context)
+                write_all = partial(self._write_all, lambda: stream(request, context), context)
                 await self._run(write_all, len(request), method, metadata, context, self._max_call_s)
 
             return cast(Any, grpc.unary_stream_rpc_method_handler)(serve_stream)
@@ -145,11 +141,8 @@ class Boundary(grpc.aio.ServerInterceptor):
     def _guarded(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
         """Wrap the handler of a service that is none of ours."""
         inner: Any = handler
-        serve = next(
-            behaviour
-            for behaviour in (inner.unary_unary, inner.unary_stream, inner.stream_unary, inner.stream_stream)
-            if behaviour is not None
-        )
+        kind = f"{'stream' if inner.request_streaming else 'unary'}_{'stream' if inner.response_streaming else 'unary'}"
+        serve = getattr(inner, kind)
 
         async def answer(request: Any, context: Context) -> Any:
             await self._admit(context, method)
@@ -157,14 +150,11 @@ class Boundary(grpc.aio.ServerInterceptor):
 
         async def answer_all(request: Any, context: Context) -> None:
             await self._admit(context, method)
-            responses = serve(request, context)
-            # Health writes its answers itself, reflection yields them.
-            if isinstance(responses, Awaitable):
-                await responses
-            else:
-                await _write_all(lambda: responses, cast(Any, context))
+            try:
+                await self._write_all(lambda: serve(request, context), context)
+            except NoFreeSlot as error:
+                await context.abort_with_status(of_call(status_of(error)))
 
-        kind = f"{'stream' if inner.request_streaming else 'unary'}_{'stream' if inner.response_streaming else 'unary'}"
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         coders = {"request_deserializer": inner.request_deserializer, "response_serializer": inner.response_serializer}
         return make(answer_all if inner.response_streaming else answer, **coders)
@@ -195,6 +185,13 @@ class Boundary(grpc.aio.ServerInterceptor):
             if not isinstance(error, SpecSplitError):
                 _log.exception("%s failed", method)
             await context.abort_with_status(of_call(status_of(error)))
+
+    async def _write_all(self, begin: Callable[[], AsyncGenerator[bytes]], context: Context) -> None:
+        """Write what a stream yields, within its peer's share of streams."""
+        with self._streams.taken(current_peer().name):
+            async with aclosing(begin()) as responses:
+                async for response in responses:
+                    await context.write(response)
 
     async def _run(
         self,
@@ -275,12 +272,6 @@ class _Metered:
     def give_back(self) -> None:
         if self._num_taken is not None:
             self._budget.give_back(self._num_taken)
-
-
-async def _write_all(begin: Callable[[], AsyncGenerator[bytes]], context: Context) -> None:
-    async with aclosing(begin()) as responses:
-        async for response in responses:
-            await context.write(response)
 
 
 async def _in_time(serve: Callable[[], Awaitable[T]], limit_s: float | None) -> T:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import ServiceSettings
-from specsplit.limits import MAX_CALL_S, MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from specsplit.limits import MAX_CALL_S, MAX_MESSAGE_BYTES, MAX_PROBES, MAX_REQUEST_BYTES
 from specsplit.rpc.budget import ByteBudget
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
+from specsplit.rpc.health import HEALTH_SERVICE, HealthService
 from specsplit.rpc.interceptors import Boundary
 from specsplit.rpc.listening import check_free
 from specsplit.rpc.metrics_port import metrics_port
@@ -27,9 +27,7 @@ LIVENESS, READINESS = "liveness", "readiness"
 _FLUSH_S = 0.5
 """Time for the last answers to leave after the last call has ended."""
 _POLL_S = 0.05
-_health, _health_pb2, _reflection = cast(Any, health), cast(Any, health_pb2), cast(Any, reflection)
-_SERVING = _health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = _health_pb2.HealthCheckResponse.NOT_SERVING
+_reflection = cast(Any, reflection)
 
 
 class Service(Protocol):
@@ -110,39 +108,36 @@ class Server:
         self.metrics_address = ""
         """Address of the port for Prometheus; empty without one."""
         self._server, self._boundary, self._services = server, boundary, services
-        self._health = _health.aio.HealthServicer()
+        self._health = HealthService()
+        server.add_generic_rpc_handlers([self._health.handlers(has_watch=True)])
         names = [service.name for service in services]
-        _add_standard_services(server, self._health, names)
+        _reflection.enable_server_reflection([*names, HEALTH_SERVICE, _reflection.SERVICE_NAME], server)
         self._ready_names = ["", READINESS, *names]
         self._is_draining = False
-        self._last_health: dict[str, Any] = {}
 
     @property
     def num_running(self) -> int:
         """Calls under way."""
         return self._boundary.num_running
 
-    async def tell_health(self, *, is_ready: bool, is_live: bool) -> None:
+    def tell_health(self, *, is_ready: bool, is_live: bool) -> None:
         """Set the answer to health checks; a draining server stays not ready."""
-        is_ready = is_ready and is_live and not self._is_draining
-        for name in self._ready_names:
-            await self._set_health(name, _SERVING if is_ready else _NOT_SERVING)
-        await self._set_health(LIVENESS, _SERVING if is_live else _NOT_SERVING)
+        self._tell_ready(is_ready=is_ready and is_live and not self._is_draining)
+        self._health.set(LIVENESS, is_serving=is_live)
 
-    async def _set_health(self, name: str, status: Any) -> None:
-        # Every `set` wakes all watchers, so only a change is passed on.
-        if self._last_health.get(name) != status:
-            self._last_health[name] = status
-            await self._health.set(name, status)
+    def _tell_ready(self, *, is_ready: bool) -> None:
+        for name in self._ready_names:
+            self._health.set(name, is_serving=is_ready)
 
     @asynccontextmanager
     async def health_port(self, listen: str) -> AsyncGenerator[None]:
         """Answer health checks at `listen`, too, in plaintext and to everybody, for the length of the block.
 
-        A probe of Kubernetes shows no certificate. Raises InvalidSettings if nothing can listen there.
+        A probe of Kubernetes shows no certificate. Nobody can watch here, since a watch stays open for as long as its
+        client likes. Raises InvalidSettings if nothing can listen there.
         """
-        server = grpc.aio.server(options=server_options())
-        cast(Any, health_pb2_grpc).add_HealthServicer_to_server(self._health, server)
+        server = grpc.aio.server(options=server_options(max_streams=MAX_PROBES))
+        server.add_generic_rpc_handlers([self._health.handlers(has_watch=False)])
         host, port = parse_address(listen, listening=True)
         self.health_address = format_address(host, await _listen(server, host, port, Security(is_insecure=True)))
         await server.start()
@@ -177,8 +172,7 @@ class Server:
         methods = frozenset(name for service in self._services for name in service.methods_while_draining)
         # Rounds of open sessions are still answered: [ no new session | no new call | stopped ].
         self._boundary.refuse(methods)
-        for name in self._ready_names:
-            await self._set_health(name, _NOT_SERVING)
+        self._tell_ready(is_ready=False)
         await self._wait_sessions(end_s)
         num_texts = sum(service.num_texts for service in self._services)
         self._boundary.refuse()
@@ -226,7 +220,7 @@ async def serving(
     server.add_generic_rpc_handlers([service.handlers() for service in services])
     bound_port = await _listen(server, host, port, security)
     running = Server(server, boundary, services, format_address(host, bound_port))
-    await running.tell_health(is_ready=True, is_live=True)
+    running.tell_health(is_ready=True, is_live=True)
     async with AsyncExitStack() as stack:
         if ports.health:
             await stack.enter_async_context(running.health_port(ports.health))
@@ -239,12 +233,6 @@ async def serving(
             await running.drain(0)
             for service in services:
                 await service.aclose()
-
-
-def _add_standard_services(server: grpc.aio.Server, health_servicer: Any, services: list[str]) -> None:
-    cast(Any, health_pb2_grpc).add_HealthServicer_to_server(health_servicer, server)
-    names = [*services, _health.SERVICE_NAME, _reflection.SERVICE_NAME]
-    _reflection.enable_server_reflection(names, server)
 
 
 async def _listen(server: grpc.aio.Server, host: str, port: int, security: Security) -> int:

@@ -18,6 +18,7 @@ from specsplit.core import errors
 from specsplit.core.errors import (
     CorruptPacket,
     InvalidRequest,
+    NoFreeSlot,
     Overloaded,
     SlotBehind,
     SpecSplitError,
@@ -151,14 +152,17 @@ def error_said(data: bytes, peer: str) -> SpecSplitError:
 
 
 def _error(rich: status_pb2.Status | None, code: grpc.StatusCode, message: str, peer: str) -> SpecSplitError:
-    detail, message = _detail_of(rich), clean_words(message)
-    if detail is not None and detail.kind in _KINDS:
-        kind = _KINDS[detail.kind]
-        if issubclass(kind, Overloaded):
-            return kind(message, _retry_after_s(rich), clean_name(detail.limit))
-        return _rebuilt(kind, detail, message, peer)
-    kind, sentence = _FOREIGN.get(code, (errors.WorkerFailed, "{peer} failed on this request."))
-    return kind(sentence.format(peer=peer))
+    detail, message, retry_after_s = _detail_of(rich), clean_words(message), _retry_after_s(rich)
+    kind = _KINDS.get(detail.kind) if detail is not None else None
+    if detail is not None and kind is None and code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        # A kind of a later release. The worker lacks something, so the request is no mistake and may be made again.
+        kind = NoFreeSlot if retry_after_s is None else Overloaded
+    if detail is None or kind is None:
+        foreign, sentence = _FOREIGN.get(code, (errors.WorkerFailed, "{peer} failed on this request."))
+        return foreign(sentence.format(peer=peer))
+    if issubclass(kind, Overloaded):
+        return kind(message, _DEFAULT_RETRY_S if retry_after_s is None else retry_after_s, clean_name(detail.limit))
+    return _rebuilt(kind, detail, message, peer)
 
 
 def _detail_of(rich: status_pb2.Status | None) -> common_pb2.ErrorDetail | None:
@@ -170,15 +174,15 @@ def _detail_of(rich: status_pb2.Status | None) -> common_pb2.ErrorDetail | None:
     return detail if is_ours else None
 
 
-def _retry_after_s(rich: status_pb2.Status | None) -> float:
-    """Return the seconds of the status's RetryInfo; a second without a sound one."""
+def _retry_after_s(rich: status_pb2.Status | None) -> float | None:
+    """Return the seconds of the status's RetryInfo; None without a sound one."""
     info = error_details_pb2.RetryInfo()
     try:
         if rich is not None and any(packed.Unpack(info) for packed in rich.details):
             return min(info.retry_delay.ToMilliseconds() / 1e3, _MOST_RETRY_S)
     except (DecodeError, ValueError):
         pass
-    return _DEFAULT_RETRY_S
+    return None
 
 
 def _rebuilt(kind: type[SpecSplitError], detail: common_pb2.ErrorDetail, message: str, peer: str) -> SpecSplitError:

@@ -68,5 +68,5 @@ async def watch_device(device: Device, server: Server) -> None:
                 "the device %s", "computes again" if is_well else "is not well: forwards fail, or it has ended"
             )
         is_live = device.is_alive and now_s - well_s < PATIENCE_S
-        await server.tell_health(is_ready=is_well, is_live=is_live)
+        server.tell_health(is_ready=is_well, is_live=is_live)
         await asyncio.sleep(LOOK_S)

@@ -6,10 +6,12 @@ import ipaddress
 import re
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.limits import MAX_CONNECTION_STREAMS, MAX_MESSAGE_BYTES
+from specsplit.limits import MAX_CONNECTION_STREAMS, MAX_MESSAGE_BYTES, MAX_TOP_LOGPROBS
 
 _TOKEN_BYTES, _BIAS_BYTES = 5, 8
 """Largest size of a token id and of a logit bias on the wire."""
+_SCORE_BYTES, _TOP_BYTES, _FRAME_BYTES = 4, 7, 7
+"""Largest size on the wire of a score, of one of its likeliest tokens (ids below 2^21), and of the frame of these."""
 KEEPALIVE_MS = 1500
 KEEPALIVE_TIMEOUT_MS = 1000
 
@@ -39,23 +41,42 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    # Per connection; further calls wait at the client.
-    ("grpc.max_concurrent_streams", MAX_CONNECTION_STREAMS),
     # A port in use is refused, not shared.
     ("grpc.so_reuseport", 0),
 ]
 
 
-def server_options(max_request_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+def server_options(
+    max_request_bytes: int = MAX_MESSAGE_BYTES, max_streams: int = MAX_CONNECTION_STREAMS
+) -> list[tuple[str, int]]:
     """Return a server's options; a request that announces more bytes is refused before it is received."""
-    limit = ("grpc.max_receive_message_length", min(max_request_bytes, MAX_MESSAGE_BYTES))
-    return [option for option in SERVER_OPTIONS if option[0] != limit[0]] + [limit]
+    limits = {
+        "grpc.max_receive_message_length": min(max_request_bytes, MAX_MESSAGE_BYTES),
+        # Per connection; further calls wait at the client.
+        "grpc.max_concurrent_streams": max_streams,
+    }
+    return [*(dict(SERVER_OPTIONS) | limits).items()]
 
 
 def largest_request(context: int, vocab_size: int) -> int:
     """Return a size larger than any valid request to a model of that context and vocabulary."""
     # Four contexts, so that a prompt that is only somewhat too long is refused by us, in better words than gRPC's.
     return (1 << 20) + 4 * _TOKEN_BYTES * context + (_TOKEN_BYTES + _BIAS_BYTES) * vocab_size
+
+
+def check_scores_fit(num_scored: int, top_logprobs: int) -> None:
+    """Raise InvalidRequest if the answer to a score would be larger than a message may be."""
+    # An engine itself refuses to give more of the likeliest tokens than that.
+    num_top = min(top_logprobs, MAX_TOP_LOGPROBS)
+    token_bytes = _SCORE_BYTES + (_FRAME_BYTES + _TOP_BYTES * num_top if num_top else 0)
+    # A little is left for the telemetry.
+    most = (MAX_MESSAGE_BYTES - 1024) // token_bytes
+    if num_scored > most:
+        raise InvalidRequest(
+            f"An answer holds the {top_logprobs} likeliest tokens of at most {most} scored ones, not of {num_scored}; "
+            "ask for fewer likeliest tokens, or score fewer at a time.",
+            param="top_logprobs",
+        )
 
 
 _ADDRESS = re.compile(

@@ -13,7 +13,7 @@ from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.core.types import Proposal, Turn, Verdict
 from specsplit.engine.cancellation import to_its_end
-from specsplit.limits import OPEN_S
+from specsplit.limits import OPEN_S, SMALL_BYTES
 from specsplit.rpc import calls, codec, load
 from specsplit.rpc.channel import WorkerChannel
 from specsplit.rpc.duplex import DuplexStream
@@ -115,6 +115,8 @@ async def _read_all(requests: AsyncIterator[bytes], stream: VerifyStream, failur
     is_broken = True
     try:
         async for data in requests:
+            # The largest tree takes less; what is larger would be parsed outside of the budget of bytes.
+            codec.require(len(data) <= SMALL_BYTES, "propose", f"A Propose has at most {SMALL_BYTES} bytes.")
             message = calls.parse(target_pb2.VerifyStreamRequest, data)
             if message.WhichOneof("body") == "cancel":
                 is_broken = message.cancel.frees_slot

@@ -272,5 +272,5 @@ async def _watch_chain(link: RemoteChain, incidents: ChainLog, server: Server, d
         taken_s = (taken_s or loop.time()) if isinstance(link.trouble, PeerMismatch) else None
         is_taken = taken_s is not None and loop.time() - taken_s >= TAKEN_S
         is_ready = link.trouble is None and all(device.is_well for device in devices)
-        await server.tell_health(is_ready=is_ready, is_live=not is_taken and all(each.is_alive for each in devices))
+        server.tell_health(is_ready=is_ready, is_live=not is_taken and all(each.is_alive for each in devices))
         await asyncio.sleep(LOOK_S)

@@ -146,6 +146,7 @@ ELSEWHERE = {
     "SMALL_BYTES": "service/test_rpc_rounds.py",
     "MAX_CALL_S": "service/test_rpc_server.py",
     "MAX_CONNECTION_STREAMS": "",
+    "MAX_PROBES": "",
     "FIRST_FOUND": "unit/test_rpc_found.py",
     "MAX_PEER_STREAMS": "service/test_quotas.py",
     "MAX_ROUNDS": "service/test_rpc_rounds.py",

@@ -364,8 +364,9 @@ async def test_health_has_a_port_of_its_own_that_serves_nothing_else(authority: 
         for name in ("", "readiness", "liveness"):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=LIMIT_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        code = await code_of(channel, "/specsplit.v1.TargetService/Ping", False, False)
-        assert code is grpc.StatusCode.UNIMPLEMENTED
-        await server.tell_health(is_ready=False, is_live=True)
+        # A watch would stay open for as long as whoever reaches this port likes.
+        for path, is_streamed in (("/specsplit.v1.TargetService/Ping", False), ("/grpc.health.v1.Health/Watch", True)):
+            assert await code_of(channel, path, False, is_streamed) is grpc.StatusCode.UNIMPLEMENTED
+        server.tell_health(is_ready=False, is_live=True)
         answer = await health.Check(health_pb2.HealthCheckRequest(service="readiness"), timeout=LIMIT_S)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -35,7 +35,7 @@ from tests.support.certificates import Authority
 from tests.support.hash_model import LetterTokenizer, hash_model, plain_tokens
 from tests.support.metrics import samples_of, value
 from tests.support.rounds import plain_text, script
-from tests.support.rpc_servers import LOOPBACK, drafter_at, verifier_at, wait_until
+from tests.support.rpc_servers import LOOPBACK, SERVING, drafter_at, health_of, verifier_at, wait_until
 
 NUM_SLOTS, NUM_ATTEMPTS, NUM_TOKENS = 4, 12, 24
 PROMPT = [*range(1, 13)]
@@ -207,6 +207,28 @@ async def test_a_peer_may_have_so_many_streams_over_all_its_connections(monkeypa
         assert await first[0].read() is grpc.aio.EOF
         async with verifier_at(server) as verifier:
             assert await text_of(verifier) == TRUTH
+
+
+@pytest.mark.parametrize(
+    ("path", "arity"),
+    [
+        ("/specsplit.v1.TargetService/GetTokenizer", "unary_stream"),
+        ("/grpc.health.v1.Health/Watch", "unary_stream"),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "stream_stream"),
+    ],
+)
+async def test_every_stream_counts_for_its_peer_and_a_check_does_not(
+    path: str, arity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "MAX_PEER_STREAMS", 1)
+    async with served_target(CallerLimits()) as (_, server), grpc.aio.insecure_channel(server.address) as channel:
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+        await watch.read()
+        method = getattr(channel, arity)(path)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await (method() if arity == "stream_stream" else method(b"")).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await health_of(channel, "readiness") == SERVING
 
 
 async def test_a_stream_too_many_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

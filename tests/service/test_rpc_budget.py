@@ -11,12 +11,13 @@ import grpc
 import pytest
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot
-from specsplit.core.types import Identity, Proposal, SamplingParams, SessionParams, Turn
-from specsplit.limits import SMALL_BYTES
+from specsplit.core.types import ROOT, Identity, Proposal, SamplingParams, SessionParams, StreamLimits, Turn
+from specsplit.limits import MAX_NODES, MAX_NUMBER, SMALL_BYTES
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.rpc import calls
 from specsplit.rpc.budget import ByteBudget
 from specsplit.rpc.interceptors import Boundary
+from specsplit.rpc.pb import target_pb2
 from specsplit.rpc.server import ServerLimits, serving
 from specsplit.rpc.servicers import TargetService
 from specsplit.rpc.transport import largest_request
@@ -25,7 +26,7 @@ from tests.contract.session_contract import PROMPT, Script
 from tests.contract.verifier_contract import decode_plainly, without_tree
 from tests.support.fakes import FakeTarget, FakeTokenizer, Faults
 from tests.support.flaky import collect, request
-from tests.support.rpc_servers import LOOPBACK, verifier_at, wait_until
+from tests.support.rpc_servers import LOOPBACK, duplex_status, verifier_at, wait_until
 
 LARGE = (1 << 31,) * (2 * SMALL_BYTES // 5)
 """Tokens of a tail of twice the size that counts as small."""
@@ -72,6 +73,25 @@ async def test_a_request_that_can_never_fit_is_refused_unreceived():
         with pytest.raises(InvalidRequest, match="the tail"):
             await verifier.verify(turn := replace(turn, tail=(1 << 31,) * 15_000), without_tree(turn))
         assert len(await decode_plainly(verifier, PROMPT, 2)) == 2
+
+
+async def test_a_later_message_of_a_stream_is_small_or_refused():
+    turn = Script().first()
+    opening = calls.encode_open(turn, StreamLimits(4, 2, 2)).SerializeToString()
+    ids = (1 << 31,) * MAX_NODES
+    largest = Proposal(MAX_NUMBER - MAX_NODES, 1 << 31, ids, (ROOT,) * MAX_NODES, (-1.0,) * MAX_NODES)
+    assert calls.encode_propose(largest, is_more_coming=True).ByteSize() < SMALL_BYTES
+    propose = calls.encode_propose(Proposal(1, len(PROMPT)), is_more_coming=True).SerializeToString()
+    cancel = target_pb2.VerifyStreamRequest(cancel=target_pb2.Cancel(frees_slot=True)).SerializeToString()
+    async with (
+        serving(LOOPBACK, [TargetService(FakeTarget())]) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        begin = channel.stream_stream("/specsplit.v1.TargetService/VerifyStream")
+        most = SMALL_BYTES // len(propose)
+        # The same field again and again is a valid message of any size.
+        for number, code in ((most, grpc.StatusCode.OK), (most + 1, grpc.StatusCode.INVALID_ARGUMENT)):
+            assert await duplex_status(begin, opening, propose * number, cancel) is code
 
 
 class Decoded:

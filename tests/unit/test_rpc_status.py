@@ -9,6 +9,7 @@ from google.rpc import status_pb2
 from specsplit.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    NoFreeSlot,
     Overloaded,
     PeerMismatch,
     SlotBehind,
@@ -17,6 +18,7 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
+from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.status import STATUS, error_of, error_said, of_call, status_of
 
 PEER = "The target at 127.0.0.1:1"
@@ -128,6 +130,15 @@ def test_a_foreign_status_is_judged_by_its_code_alone(code: grpc.StatusCode, wor
 def test_a_detail_that_is_none_of_ours_changes_nothing(detail: bytes):
     failure = foreign(grpc.StatusCode.FAILED_PRECONDITION, "words", ("grpc-status-details-bin", detail))
     assert type(error_of(failure, PEER)) is WorkerFailed
+
+
+@pytest.mark.parametrize("has_retry", [False, True])
+def test_a_refusal_of_a_later_release_may_be_tried_again(has_retry: bool):
+    status = status_of(Overloaded("No room for adapters.", 0.75) if has_retry else NoFreeSlot("No room for adapters."))
+    status.details[0].Pack(common_pb2.ErrorDetail(kind="NoAdapterRoom"))
+    for back in (error_of(received(of_call(status)), PEER), error_said(status.SerializeToString(), PEER)):
+        assert (type(back), str(back)) == (Overloaded if has_retry else NoFreeSlot, "No room for adapters.")
+        assert getattr(back, "retry_after_s", 0.75) == 0.75
 
 
 @pytest.mark.parametrize("data", [b"\xff", status_pb2.Status(code=99).SerializeToString()])
