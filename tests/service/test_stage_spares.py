@@ -80,7 +80,10 @@ async def _check_lost(chain: RemoteOpen) -> None:
     """Check that the second spare takes the place of the lost stage, or that the error names stage and spare."""
     link, spares = chain.link, chain.spares
     if len(spares) == 2:
-        await mended(chain)
+        async with asyncio.timeout(LIMIT_S):
+            while link.addresses[1] == chain.hosts[1].address:  # until its end is noticed
+                await mended(chain)
+                await asyncio.sleep(0.01)
         assert link.addresses[1] == spares[1].address
         return
     link.options = replace(link.options, reconnect_s=2.5)
