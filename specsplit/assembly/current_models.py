@@ -56,6 +56,7 @@ async def _keep_current(table: ModelTable, model: ServedModel, connection: Async
             connected = await current.enter_async_context(AsyncExitStack())
             try:
                 successor = await connected.enter_async_context(connect())
+                refuse_repeated((successor if served is model else served).name for served in table.served)
                 table.replace(model, successor)
             except SpecSplitError as error:
                 await connected.aclose()

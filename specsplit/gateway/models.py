@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from specsplit.core.defaults import Mode
-from specsplit.core.errors import InvalidSettings, SpecSplitError
+from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import ChatMessage, Tokenizer, Variables, Verifier
 from specsplit.core.types import Identity
 from specsplit.gateway.deadline import Deadline
@@ -150,14 +150,8 @@ class ModelTable:
         return len(self.ready) == len(self._models)
 
     def replace(self, old: ServedModel, new: ServedModel) -> None:
-        """Serve `new` in the place of `old`, under its own name.
-
-        Raises:
-            InvalidSettings: another model has that name.
-        """
+        """Serve `new` in the place of `old`, under its own name, which no other model has."""
         models = [new if model is old else model for model in self.served]
-        if len({model.name for model in models}) < len(models):
-            raise InvalidSettings(f"There is another model called {new.name}; give each target a name of its own.")
         self._models = {model.name: model for model in models}
 
     def find(self, name: str | None) -> ServedModel:

@@ -85,12 +85,12 @@ def plan_kv(per_token: int, wanted: KVRequest, device: torch.device) -> KVPlan:
     if not returns_memory(device):
         fewest = max_sessions if wanted.min_sessions is None else wanted.min_sessions
         max_sessions = max(fewest, min(max_sessions, rows // needed))
-    if not returns_memory(device) and needed * max_sessions > rows:
-        raise OutOfMemory(
-            f"{device} holds every KV slot in full: {max_sessions} sessions of {needed} rows of {per_token} bytes are "
-            f"{shown_memory(needed * max_sessions * per_token)}, and --kv-memory is {shown_memory(num_bytes)}; use "
-            f"{f'--sessions {rows // needed}' if rows >= needed else 'a smaller --context'}."
-        )
+        if needed * max_sessions > rows:
+            raise OutOfMemory(
+                f"{device} holds every KV slot in full: {max_sessions} sessions of {needed} rows of {per_token} bytes "
+                f"are {shown_memory(needed * max_sessions * per_token)}, and --kv-memory is {shown_memory(num_bytes)}; "
+                f"use {f'--sessions {rows // needed}' if rows >= needed else 'a smaller --context'}."
+            )
     return KVPlan(context, node_limit, max_sessions, min(rows, needed * max_sessions))
 
 

@@ -101,14 +101,19 @@ async def test_the_end_of_a_large_rounds_stream_loses_no_client(caplog: pytest.L
         await wait_until(lambda: ["vanished" in message for message in caplog.messages] == [True])
 
 
+def waiting_turn(target: Gated) -> Turn:
+    """Return a large first turn for which the target waits until it is cancelled."""
+    script = Script([5] * 2 * SMALL_BYTES)
+    target.gates[script.session] = asyncio.Event()
+    return script.first([5] * 2 * SMALL_BYTES)
+
+
 async def test_a_large_round_that_is_broken_off_loses_its_client(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "specsplit.sessions")
     target = Gated()
     async with serving(LOOPBACK, [TargetService(target)]) as server:
         async with verifier_at(server) as verifier:
-            script = Script([5] * 2 * SMALL_BYTES)
-            target.gates[script.session] = asyncio.Event()
-            turn = script.first([5] * 2 * SMALL_BYTES)
+            turn = waiting_turn(target)
             waiting = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
             await wait_until(lambda: bool(target.waiting))
         with pytest.raises(WorkerUnreachable):
@@ -120,9 +125,7 @@ async def test_closing_a_client_ends_its_large_round():
     target = Gated()
     async with serving(LOOPBACK, [TargetService(target)]) as server:
         async with verifier_at(server) as verifier:
-            script = Script([5] * 2 * SMALL_BYTES)
-            target.gates[script.session] = asyncio.Event()
-            turn = script.first([5] * 2 * SMALL_BYTES)
+            turn = waiting_turn(target)
             waiting = [asyncio.create_task(verifier.verify(turn, without_tree(turn))) for _ in range(2)]
             await wait_until(lambda: len(target.waiting) == 2)
             waiting[0].cancel()
