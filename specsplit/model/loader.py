@@ -22,7 +22,7 @@ from specsplit.model.files import load_config, load_tokenizer, load_weights, sto
 from specsplit.model.identity import Stamps, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
-from specsplit.model.loading import loading
+from specsplit.model.loading import loading, noted
 from specsplit.model.meanwhile import Meanwhile
 from specsplit.model.memory_size import MemorySize
 from specsplit.model.packing import check_and_pack
@@ -177,7 +177,8 @@ def load_model(
         report("weights", 0.15)
         stamps = weight_stamps(model_folder(path))
         form = weight_format(options.get("dtype"))
-        model = load_weights(path, name, config, as_dtype(options.get("dtype"), device, config, role), device)
+        dtype = as_dtype(options.get("dtype"), device, config, role)
+        model = noted(load_weights(path, name, config, dtype, device))
         kept = _trimmed(model, options.get("vocab"), reading.result, name)
         report("probing", 0.7)
         probed = probe(model)

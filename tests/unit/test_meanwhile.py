@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from specsplit.model.loading import loading
+from specsplit.model.loading import loading, noted
 from specsplit.model.meanwhile import Meanwhile, without_collections
 
 
@@ -56,16 +56,35 @@ def test_the_collector_rests_in_a_block_and_stays_off_if_it_was() -> None:
     assert gc.isenabled()
 
 
+def loaded_and_dropped(num_weights: int) -> weakref.ref[torch.nn.Module]:
+    """Return what tells whether a model that was loaded and dropped is still there."""
+    with loading(torch.device("cpu")):
+        module = noted(torch.nn.Linear(num_weights, 1, bias=False))
+        module.register_forward_hook(module.forward)  # a reference cycle, as those of a loaded model
+        return weakref.ref(module)
+
+
 def test_a_load_frees_the_model_before_it_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     with without_collections():
-        module = torch.nn.Linear(1, 1)
-        module.register_forward_hook(module.forward)  # a reference cycle, as those of a loaded model
-        dropped = weakref.ref(module)
-        del module
-        with loading(torch.device("cpu")):  # a command that loads its models has switched collections off
+        dropped = loaded_and_dropped(1)
+        with loading(torch.device("cuda")):  # a command that loads its models has switched collections off
             assert dropped() is not None
     with loading(torch.device("cuda")):
         assert dropped() is None
     assert emptied == [True]
+
+
+def test_small_dropped_models_are_freed_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # of the models of tests before
+    monkeypatch.setattr("specsplit.model.loading.MOST_LEFT_BYTES", 3 * 4_000)
+    automatic = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        dropped = [loaded_and_dropped(1_000) for _ in range(3)]
+        assert None not in [each() for each in dropped]
+        with loading(torch.device("cpu")):
+            assert [each() for each in dropped] == [None] * 3
+    finally:
+        gc.set_threshold(*automatic)

@@ -36,7 +36,7 @@ from specsplit.model.loader import (
     as_dtype,
     plan_slots,
 )
-from specsplit.model.loading import loading
+from specsplit.model.loading import loading, noted
 from specsplit.model.memory_size import MemorySize
 from specsplit.model.packing import NUM_CHECKED, pack, parts_of
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
@@ -313,7 +313,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
         context = as_context(config, options.context, DEFAULT_CONTEXT, name)
         checkpoint, form = Checkpoint(path, name), weight_format(options.dtype)
         model, read = load_shard_weights(checkpoint, outline, held, as_dtype(options.dtype, device, config), device)
-        fix_positions(model, context)
+        fix_positions(noted(model), context)
         with translated(path, name):
             runners = [_runner(model, outline, spec, name, context, options) for spec in specs]
     return [
