@@ -59,8 +59,8 @@ def test_the_collector_rests_in_a_block_and_stays_off_if_it_was() -> None:
 def loaded_and_dropped(num_weights: int) -> weakref.ref[torch.nn.Module]:
     """Return what tells whether a model that was loaded and dropped is still there."""
     with loading(torch.device("cpu")):
-        module = noted(torch.nn.Linear(num_weights, 1, bias=False))
-        module.register_forward_hook(lambda *_: module)  # a reference cycle, as those of a loaded model
+        module: torch.nn.Module = noted(torch.nn.Linear(num_weights, 1, bias=False))
+        module.register_forward_hook(module.__call__)  # a reference cycle, as those of a loaded model
         return weakref.ref(module)
 
 
