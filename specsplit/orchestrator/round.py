@@ -141,7 +141,7 @@ class Rounds:
         # From here to the end of the round nothing waits, so a cancelled request never leaves half a round.
         history.extend(verdict.token_ids)
         mode = "lookup" if speculation.is_looked_up else plan.mode
-        result = RoundResult(plan, speculation, verdict, target.verify_s, mode, len(verdict.accepted))
+        result = RoundResult(number, plan, speculation, verdict, target.verify_s, mode, len(verdict.accepted))
         source.observe(result)
         if number:
             if decision is not None:

@@ -37,6 +37,8 @@ class SpeculationInput:
 class RoundResult:
     """A round's tree and its verdict."""
 
+    number: int
+    """0 for the prompt's."""
     plan: RoundPlan
     speculation: SpeculationInput
     verdict: Verdict

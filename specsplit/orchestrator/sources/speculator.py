@@ -187,8 +187,8 @@ class Speculator:
     def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
         token_ids, tree, stats, background = result.verdict.token_ids, self.tree, self.stats, self.background
-        if self.draft is not None:
-            self.draft.observe(result.verify_s)
+        if self.draft is not None and result.number:
+            self.draft.verify_s.observe(result.verify_s)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             stats.observe_tree(tree, token_ids)
