@@ -47,6 +47,8 @@ class RoundResult:
     mode: RoundMode
     """The plan's mode, or `lookup` if lookup's nodes replaced the planned tree."""
     num_accepted: int
+    began_s: float
+    """The event loop's time at its start: since the last round ended, the caller may have taken any time."""
 
     @property
     def is_found(self) -> bool:

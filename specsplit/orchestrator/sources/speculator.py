@@ -169,20 +169,14 @@ class Speculator:
 
     def observe_verify(self, result: RoundResult) -> None:
         """Count the times of a round that is not streamed: its verify, and its rest without waits for the draft."""
-        now_s, waits = self._loop.time(), self.waits
-        # The prompt's round comes before the first one that counts.
-        has_nodes = bool(result.verdict.verified)
-        if waits.round_ended_s is not None and self.stats.plans and (has_nodes or self.stats.counts_plain):
+        waits, has_nodes = self.waits, bool(result.verdict.verified)
+        if result.number and self.stats.plans and (has_nodes or self.stats.counts_plain):
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
-            overhead_s = now_s - waits.round_ended_s - result.verify_s - waits.waited_s
+            overhead_s = self._loop.time() - result.began_s - result.verify_s - waits.waited_s
             self.stats.times.observe_round(
                 result.verdict.timings, result.verify_s, overhead_s, course, is_concurrent=self.is_concurrent
             )
-        waits.round_ended_s, waits.waited_s, waits.had_nodes = now_s, 0.0, has_nodes
-
-    def end_round(self, *, had_nodes: bool) -> None:
-        """Restart the clock of rounds after one whose times are not counted here: it was streamed, or rested."""
-        self.waits.round_ended_s, self.waits.waited_s, self.waits.had_nodes = self._loop.time(), 0.0, had_nodes
+        waits.end_round(had_nodes=has_nodes)
 
     def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
@@ -247,12 +241,10 @@ class DraftWaits:
     """How long rounds waited for the draft, and the work that its device did meanwhile."""
 
     def __init__(self) -> None:
-        self.round_ended_s: float | None = None
-        """When the last round ended; the prompt's is the first."""
         self.had_nodes = False
         """Whether the last round had nodes."""
         self.waited_s = 0.0
-        """Seconds of waiting since the last round ended."""
+        """Seconds of waiting in the round under way."""
         self.began_s: float | None = None
         """When the wait under way began."""
         self.device_ms = 0.0
@@ -263,6 +255,10 @@ class DraftWaits:
         assert self.began_s is not None, "begun before it ends"
         self.waited_s += now_s - self.began_s
         self.began_s = None
+
+    def end_round(self, *, had_nodes: bool) -> None:
+        """Begin to count the next round's."""
+        self.waited_s, self.had_nodes = 0.0, had_nodes
 
     def count_work(self, device_ms: float, asked_s: float, now_s: float) -> None:
         """Count the part of a call's device time that cannot have been spent before the wait under way began."""
