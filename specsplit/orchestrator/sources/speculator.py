@@ -15,6 +15,7 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
+from specsplit.speculation.cost_model import CONCURRENT
 from specsplit.speculation.lookup import LookupTree, TextLookup
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
@@ -180,29 +181,30 @@ class Speculator:
 
     def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
-        token_ids, tree, stats, background = result.verdict.token_ids, self.tree, self.stats, self.background
+        token_ids, plan, tree, background = result.verdict.token_ids, result.plan, self.tree, self.background
         if self.draft is not None and result.number:
             self.draft.verify_s.observe(result.verify_s)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
-            stats.observe_tree(tree, token_ids)
-        is_plain = result.plan.decision is not None and not result.plan.decision.nodes
+            self.stats.observe_tree(tree, token_ids)
+        is_plain = plan.decision is not None and not plan.decision.nodes
         self._lookup.observe(token_ids, result.num_accepted, is_plain=is_plain, waits_for_more=is_streamed)
         path = tree.nodes.walk(token_ids) if tree.cells else []
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
-        task = background.task if background is not None else None
+        # Only these modes draft ahead; a task that an earlier round began may be there, long done, in any other.
+        is_ahead = plan.budget is not None and plan.mode in CONCURRENT
         is_judged = is_hit or not (result.speculation.num_found and result.is_found)  # those go beyond any tree
-        if background is not None and task is not None and not background.is_probe and tree.cells and is_judged:
+        if is_ahead and background is not None and not background.is_probe and tree.cells and is_judged:
             self._is_kept = is_hit
-            stats.observe_ahead(is_hit=is_hit)
+            self.stats.observe_ahead(is_hit=is_hit)
         #   before   root ── a ── b* ── c      the text went on with a and the bonus token b
         #                     └── d            kept: c, below its new root b; dropped: everything else
         if is_hit:
             self.tree = tree.below(path)
         else:
             tree.begin_anew(len(self._history.ids) - 1)
-            if background is not None and task is not None:
+            if background is not None:
                 background.cut()
 
     def stop_reading(self) -> None:
