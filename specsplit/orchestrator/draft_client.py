@@ -20,6 +20,7 @@ from specsplit.orchestrator.peer import Cooldown, DraftPeer
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
 from specsplit.speculation.statistics import SpeculationStats
+from specsplit.speculation.step_times import RunningMedian
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
@@ -44,9 +45,11 @@ class DraftClient:
         self.contract = contract
         self.asked_s = 0.0
         """When the call began that was answered last."""
+        self.verify_s = RunningMedian(0.0)
+        """Seconds of the session's verifies but the prompt's, which says nothing of what a tree can save."""
         self._peer, self._retrier, self._stats = peer, retrier, stats
         self._loop = asyncio.get_running_loop()
-        self._cooldown, self._verify, self._earlier = Cooldown(), _MeanVerify(), peer.closings.before()
+        self._cooldown, self._earlier = Cooldown(), peer.closings.before()
         self._num_known_nodes = 0
         self._in_background: asyncio.Task[None] | None = None
 
@@ -85,7 +88,7 @@ class DraftClient:
 
     def wait_s(self, max_depth: int) -> float:
         """Return how long a tree of `max_depth` levels is worth waiting for."""
-        return max(self._retrier.policy.draft_s, max_depth * self._verify.mean_s)
+        return max(self._retrier.policy.draft_s, max_depth * self.verify_s.value)
 
     async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
@@ -217,10 +220,6 @@ class DraftClient:
         """Let the draft offer these nodes again, since they came too late for the tree to have a place for them."""
         self._num_known_nodes = min(self._num_known_nodes, proposal.first_node - 1)
 
-    def observe(self, verify_s: float) -> None:
-        """Count a round by how long its verify took."""
-        self._verify.observe(verify_s)
-
     async def close(self) -> None:
         """End the call under way and free the draft's slot, if one was ever asked for."""
         await self._peer.leave()
@@ -252,18 +251,6 @@ def _check(proposal: Proposal, turn: Turn, num_known_nodes: int, identity: Ident
             is_sound = is_sound and parent < number and -math.inf < log_prob <= 0
     if not is_sound:
         raise _InvalidProposal("the draft's token tree makes no sense")
-
-
-class _MeanVerify:
-    """Mean seconds of a verify over the rounds after the prompt's; the prompt's own until there is one."""
-
-    def __init__(self) -> None:
-        self.mean_s = 0.0
-        self._num_observed = 0
-
-    def observe(self, verify_s: float) -> None:
-        self.mean_s += (verify_s - self.mean_s) / max(self._num_observed, 1)
-        self._num_observed += 1
 
 
 def _span_attributes(answer: Proposal | Reason) -> dict[str, spans.Attribute]:

@@ -166,14 +166,14 @@ class Orchestrator:
                     asker = self._retrier(request.timeout_s, events, request.began_s)
                     ask_other, known = partial(self._target.ask_other, known, verifier, asker), None
                 async with Session(self._context(verifier, target), request, retrier, events) as session:
-                    with self._target.beginning():
+                    with self._target.member(verifier).beginning():
                         chunk = await first_chunk(session.rounds, ask_other)
                     if isinstance(chunk, Identity):
                         target = chunk
                         continue
                     now_s = first_token_s = clock.now()
                     retrier.waits_when_full = True
-                    with self._target.counted():
+                    with self._target.member(verifier).counted():
                         while chunk.finish_reason is None:
                             yield chunk
                             chunk = await session.rounds.next_chunk()

@@ -21,6 +21,7 @@ from specsplit.core.types import Identity
 from specsplit.orchestrator.closings import Closings
 from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
+from specsplit.orchestrator.replica import Replica
 from specsplit.orchestrator.replicas import Replicas, ReplicaSession
 from specsplit.orchestrator.retry import Retrier
 from specsplit.speculation.lookup import TextReader
@@ -71,6 +72,19 @@ class TargetPeer:
         """The quickest ping so far."""
         self._stats: WeakKeyDictionary[object, dict[tuple[bool, bool], SpeculationStats]] = WeakKeyDictionary()
         """Keyed by the draft, or by this peer itself without one; an entry is forgotten with its draft."""
+        self._members: dict[Replica, TargetPeer] = {}
+
+    def member(self, verifier: Verifier) -> TargetPeer:
+        """Return the peer of the replica at which a session is, for its times and its load; this one without replicas.
+
+        What a session learns stays with the replica at which it began, even if it has to go on at another one.
+        """
+        if not isinstance(verifier, ReplicaSession):
+            return self
+        replica = verifier.replica
+        if replica not in self._members:
+            self._members[replica] = TargetPeer(replica.verifier)
+        return self._members[replica]
 
     def session_verifier(self) -> AbstractContextManager[Verifier]:
         """Give the verifier of one session: one of the replicas, if there are several."""
@@ -120,11 +134,15 @@ class TargetPeer:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         self._identity = identity = await retrier.ask(verifier.ping)
-        self._ping_s = min(self._ping_s, ping_s := loop.time() - began_s)
+        self.member(verifier).observe_ping(loop.time() - began_s)
+        return identity
+
+    def observe_ping(self, ping_s: float) -> None:
+        """Count a ping of the target."""
+        self._ping_s = min(self._ping_s, ping_s)
         for of_pair in self._stats.values():
             for stats in of_pair.values():
                 stats.times.observe_ping(ping_s)
-        return identity
 
     async def ask_other(self, known: Identity, verifier: Verifier, retrier: Retrier) -> Identity | None:
         """Ask the target of a session who it is; return that if it is not `known`."""

@@ -198,6 +198,11 @@ class ReplicaSession:
         """Whether it left a quarantined replica since the last ping: no call failed, and nobody asked who is next."""
 
     @property
+    def replica(self) -> Replica:
+        """The replica that is asked next."""
+        return self._replica
+
+    @property
     def identity(self) -> Identity | None:
         """Who the session's replica said to be last; None if it was never asked, or is used no more."""
         return None if self._replica.is_quarantined else self._replica.identity

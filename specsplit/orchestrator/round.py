@@ -104,7 +104,8 @@ class Rounds:
 
     async def _run(self) -> RoundResult:
         """Run one round up to what it teaches: plan, tree, verify, commit, learn."""
-        target, stats, number = self._workers.target, self._workers.stats, self.number
+        loop, target, stats, number = asyncio.get_running_loop(), self._workers.target, self._workers.stats, self.number
+        began_s = loop.time()
         draft = self._workers.draft if not self._planner.num_resting else None  # a round that rests asks it nothing
         history, events = target.contract.history, target.contract.events
         events.round = number
@@ -115,7 +116,6 @@ class Rounds:
             has_draft=draft is not None and trouble is None,
         )
         decision = plan.decision if not plan.is_resting else None
-        began_s = asyncio.get_running_loop().time() if decision is not None else 0.0
 
         source = self._sources[plan.mode]
         if source is not self._source:
@@ -141,12 +141,11 @@ class Rounds:
         # From here to the end of the round nothing waits, so a cancelled request never leaves half a round.
         history.extend(verdict.token_ids)
         mode = "lookup" if speculation.is_looked_up else plan.mode
-        result = RoundResult(plan, speculation, verdict, target.verify_s, mode, len(verdict.accepted))
+        result = RoundResult(number, plan, speculation, verdict, target.verify_s, mode, len(verdict.accepted), began_s)
         source.observe(result)
         if number:
             if decision is not None:
-                ended_s = asyncio.get_running_loop().time()
-                stats.observe_round(decision, mode, len(verdict.token_ids), began_s, ended_s, plan.num_rounds)
+                stats.observe_round(decision, mode, len(verdict.token_ids), began_s, loop.time(), plan.num_rounds)
             if trouble is not None and self.mode in ("auto", "stream"):
                 events.degrade("draft", trouble)  # other modes ask the draft, and report why that failed
         self.number = number + 1

@@ -84,7 +84,8 @@ class Session:
         speculation, identity = context.speculation, context.identity
         mode = resolved_mode(speculation, context.modes)
         retrier.waits_for_streams = mode != "auto"
-        stats = context.target.stats(context.draft, is_greedy=request.sampling.is_greedy, plans=decides(speculation))
+        target = context.target.member(context.verifier)
+        stats = target.stats(context.draft, is_greedy=request.sampling.is_greedy, plans=decides(speculation))
         stats.times.adopt(identity, context.draft.identity if context.draft is not None else None)
 
         contract = SessionContract("target", key, history, params, events)

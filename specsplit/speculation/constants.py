@@ -43,6 +43,8 @@ PROBE_SHARE = 0.01
 
 Measured: without the time in which the draft takes in the text, a share of 0.03 cost a tenth.
 """
+MAX_SAVED_PROBES = 4
+"""Probes whose time is saved up at most. Chosen: a session that begins learns enough, and a long wait is no debt."""
 DRAFTLESS_STREAM_GAP = 0.25
 """Forwards. A draftless stream needs this gap at least if the target does not look up: sent nodes come a step late.
 

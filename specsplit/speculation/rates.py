@@ -18,6 +18,7 @@ from specsplit.speculation.constants import (
     MAX_HALVINGS,
     MAX_RATE_FACTOR,
     MAX_REST,
+    MAX_SAVED_PROBES,
     MAX_STALL,
     MIN_RATE_FACTOR,
     PROBE_SHARE,
@@ -231,7 +232,7 @@ class ProbeAllowance:
         return self._num_explored <= 2 * EXPLORED_ROUNDS
 
     def earn(self, began_s: float, ended_s: float, num_sessions: int = 1) -> None:
-        """Count rounds without the draft; of rounds that run at once their common time counts once.
+        """Count rounds without a draft that could be asked; of rounds that run at once their common time counts once.
 
         Where several sessions share the steps all of them wait for a probe, and each learns from those of the others.
         """
@@ -246,8 +247,10 @@ class ProbeAllowance:
     def take(self, probe_s: float) -> bool:
         """Return whether there is enough for a probe, and put that much aside: of many sessions one begins.
 
-        A probe that took longer, for it had text to take in, has the next ones wait.
+        A probe that took longer, for it had text to take in, has the next ones wait. What was saved up beyond a few
+        probes is lost, so that no long time without any is paid back at once.
         """
+        self._left_s = min(self._left_s, MAX_SAVED_PROBES * probe_s)
         if self._left_s < probe_s:
             return False
         self._left_s -= probe_s

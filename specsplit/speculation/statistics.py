@@ -120,7 +120,7 @@ class SpeculationStats:
         if not is_counted:
             return
         seconds = ended_s - began_s
-        if not decision.nodes:
+        if decision.has_draft and not decision.nodes:
             self.probes.earn(began_s - (num_rounds - 1) * seconds, ended_s, num_sessions)
         # A round that was predicted for another load says nothing of the prediction.
         is_comparable = _doublings(decision.load) == _doublings(self.times.sessions.load)

@@ -18,7 +18,7 @@ from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import Budget, Identity, Proposal, Turn
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request, Result, RetryPolicy, RoundFacts
-from specsplit.speculation.cost_model import RoundMode
+from specsplit.speculation.cost_model import CONCURRENT, RoundMode
 from specsplit.speculation.options import Speculation
 from tests.support.fakes import FakeTokenizer, good_guess, perfect_guess, random_guess
 from tests.support.language import Guess
@@ -161,6 +161,13 @@ def test_looks_at_a_draft_are_the_rarer_the_longer_they_take():
         spent_s = looks[-1] * 2 * level_s
         assert spent_s < 0.02 * sum(result.timings.decode_s for result in results)
     assert looks[0] > looks[1] > 0
+
+
+def test_no_round_counts_as_drafted_ahead_while_the_draft_is_left_alone():
+    (result,) = serve("auto", lambda diary: TimedDraft(diary, 0.030, good_guess))
+    num_drafting = sum(result.rounds_by_mode.get(mode, 0) for mode in CONCURRENT)
+    assert 0 < num_drafting < result.num_rounds / 10
+    assert result.speculative_decoding.num_ahead_rounds <= num_drafting
 
 
 def test_a_text_that_repeats_itself_is_verified_a_long_way_ahead():

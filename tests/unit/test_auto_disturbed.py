@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -71,3 +72,24 @@ def test_auto_is_soon_as_quick_as_before_a_disturbance(
     ]
     assert min(rates[:2]) < 0.9, "it was disturbed"
     assert sum(rates[4:]) / 2 > 0.8
+
+
+def test_a_reader_that_pauses_slows_no_request_behind_it():
+    target = TimedTarget(Diary(), verify_s)
+    draft = TimedDraft(target.diary, 0.6 * verify_s(1), random_guess)
+    request = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=141, ignore_eos=True)
+
+    async def main() -> list[float]:
+        rates: list[float] = []
+        for speculation in (Speculation(mode="plain"), Speculation(auto_modes=("overlap", "pingpong"), lookup=False)):
+            owner = Orchestrator(target, draft, FakeTokenizer(), speculation, LoopClock())
+            async with aclosing(owner.stream(request)) as chunks:
+                async for _ in chunks:
+                    await asyncio.sleep(0.5)
+            rates.append((await owner.generate(replace(request, seed=1))).timings.tokens_per_s)
+            await asyncio.sleep(1)
+            await owner.aclose()
+        return rates
+
+    plain, auto = run_virtual(main)
+    assert auto > 0.97 * plain

@@ -10,7 +10,7 @@ import pytest
 
 from specsplit.core.types import ROOT, Identity, Proposal, Timings
 from specsplit.speculation.acceptance import lookup_cells
-from specsplit.speculation.constants import LOOKUP_RETRY, MAX_STEP_SESSIONS, MEDIAN_WINDOW
+from specsplit.speculation.constants import LOOKUP_RETRY, MAX_SAVED_PROBES, MAX_STEP_SESSIONS, MEDIAN_WINDOW
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
@@ -130,6 +130,21 @@ def test_of_many_sessions_one_begins_the_probe_that_is_paid_for():
     allowance = ProbeAllowance()
     allowance.earn(0.0, 10.0)
     assert [allowance.take(0.06) for _ in range(8)].count(True) == 1
+
+
+def test_hours_without_a_probe_pay_for_a_few_of_them():
+    allowance = ProbeAllowance()
+    allowance.earn(0.0, 36_000.0)
+    assert [allowance.take(0.025) for _ in range(100)].count(True) == MAX_SAVED_PROBES
+
+
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_only_time_in_which_the_draft_could_be_asked_pays_for_probes(has_draft: bool):
+    stats = begun()
+    decision = stats.decide((), Limits(), has_draft=has_draft)
+    assert decision is not None
+    stats.observe_round(decision, "plain", 1, 0.0, 10.0)
+    assert stats.probes.take(0.1) == has_draft
 
 
 def shared(

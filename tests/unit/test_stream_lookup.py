@@ -264,7 +264,7 @@ def test_a_path_is_the_targets_own_where_it_ends_in_found_nodes(
     proposal = Proposal(101, 5, (1, 2, 3), (ROOT, ROOT, ROOT), (-1.0,) * 3)
     verdict = Verdict(accepted, (1, 2), 7, (101, 102, 103))
     speculation = SpeculationInput(proposal, (1, 1, 1), num_found=num_found)
-    result = RoundResult(RoundPlan("overlap"), speculation, verdict, 0.1, "overlap", 1)
+    result = RoundResult(1, RoundPlan("overlap"), speculation, verdict, 0.1, "overlap", 1, 0.0)
     assert result.is_found is is_found
 
 

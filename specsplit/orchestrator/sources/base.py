@@ -37,6 +37,8 @@ class SpeculationInput:
 class RoundResult:
     """A round's tree and its verdict."""
 
+    number: int
+    """0 for the prompt's."""
     plan: RoundPlan
     speculation: SpeculationInput
     verdict: Verdict
@@ -45,6 +47,8 @@ class RoundResult:
     mode: RoundMode
     """The plan's mode, or `lookup` if lookup's nodes replaced the planned tree."""
     num_accepted: int
+    began_s: float
+    """The event loop's time at its start: since the last round ended, the caller may have taken any time."""
 
     @property
     def is_found(self) -> bool:

@@ -38,7 +38,7 @@ class LookupSource(TreeSource):
     def observe(self, result: RoundResult) -> None:
         """Learn from a round that did not rest."""
         if self._has_rested:
-            self._speculator.end_round(had_nodes=False)
+            self._speculator.waits.end_round(had_nodes=False)
         else:
             super().observe(result)
 

@@ -15,6 +15,7 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
+from specsplit.speculation.cost_model import CONCURRENT
 from specsplit.speculation.lookup import LookupTree, TextLookup
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
@@ -169,46 +170,41 @@ class Speculator:
 
     def observe_verify(self, result: RoundResult) -> None:
         """Count the times of a round that is not streamed: its verify, and its rest without waits for the draft."""
-        now_s, waits = self._loop.time(), self.waits
-        # The prompt's round comes before the first one that counts.
-        has_nodes = bool(result.verdict.verified)
-        if waits.round_ended_s is not None and self.stats.plans and (has_nodes or self.stats.counts_plain):
+        waits, has_nodes = self.waits, bool(result.verdict.verified)
+        if result.number and self.stats.plans and (has_nodes or self.stats.counts_plain):
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
-            overhead_s = now_s - waits.round_ended_s - result.verify_s - waits.waited_s
+            overhead_s = self._loop.time() - result.began_s - result.verify_s - waits.waited_s
             self.stats.times.observe_round(
                 result.verdict.timings, result.verify_s, overhead_s, course, is_concurrent=self.is_concurrent
             )
-        waits.round_ended_s, waits.waited_s, waits.had_nodes = now_s, 0.0, has_nodes
-
-    def end_round(self, *, had_nodes: bool) -> None:
-        """Restart the clock of rounds after one whose times are not counted here: it was streamed, or rested."""
-        self.waits.round_ended_s, self.waits.waited_s, self.waits.had_nodes = self._loop.time(), 0.0, had_nodes
+        waits.end_round(had_nodes=has_nodes)
 
     def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
-        token_ids, tree, stats, background = result.verdict.token_ids, self.tree, self.stats, self.background
-        if self.draft is not None:
-            self.draft.observe(result.verify_s)
+        token_ids, plan, tree, background = result.verdict.token_ids, result.plan, self.tree, self.background
+        if self.draft is not None and result.number:
+            self.draft.verify_s.observe(result.verify_s)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
-            stats.observe_tree(tree, token_ids)
-        is_plain = result.plan.decision is not None and not result.plan.decision.nodes
+            self.stats.observe_tree(tree, token_ids)
+        is_plain = plan.decision is not None and not plan.decision.nodes
         self._lookup.observe(token_ids, result.num_accepted, is_plain=is_plain, waits_for_more=is_streamed)
         path = tree.nodes.walk(token_ids) if tree.cells else []
         is_hit = len(path) == len(token_ids)
         self._is_kept = None
-        task = background.task if background is not None else None
+        # Only these modes draft ahead; a task that an earlier round began may be there, long done, in any other.
+        is_ahead = plan.budget is not None and plan.mode in CONCURRENT
         is_judged = is_hit or not (result.speculation.num_found and result.is_found)  # those go beyond any tree
-        if background is not None and task is not None and not background.is_probe and tree.cells and is_judged:
+        if is_ahead and background is not None and not background.is_probe and tree.cells and is_judged:
             self._is_kept = is_hit
-            stats.observe_ahead(is_hit=is_hit)
+            self.stats.observe_ahead(is_hit=is_hit)
         #   before   root ── a ── b* ── c      the text went on with a and the bonus token b
         #                     └── d            kept: c, below its new root b; dropped: everything else
         if is_hit:
             self.tree = tree.below(path)
         else:
             tree.begin_anew(len(self._history.ids) - 1)
-            if background is not None and task is not None:
+            if background is not None:
                 background.cut()
 
     def stop_reading(self) -> None:
@@ -247,12 +243,10 @@ class DraftWaits:
     """How long rounds waited for the draft, and the work that its device did meanwhile."""
 
     def __init__(self) -> None:
-        self.round_ended_s: float | None = None
-        """When the last round ended; the prompt's is the first."""
         self.had_nodes = False
         """Whether the last round had nodes."""
         self.waited_s = 0.0
-        """Seconds of waiting since the last round ended."""
+        """Seconds of waiting in the round under way."""
         self.began_s: float | None = None
         """When the wait under way began."""
         self.device_ms = 0.0
@@ -263,6 +257,10 @@ class DraftWaits:
         assert self.began_s is not None, "begun before it ends"
         self.waited_s += now_s - self.began_s
         self.began_s = None
+
+    def end_round(self, *, had_nodes: bool) -> None:
+        """Begin to count the next round's."""
+        self.waited_s, self.had_nodes = 0.0, had_nodes
 
     def count_work(self, device_ms: float, asked_s: float, now_s: float) -> None:
         """Count the part of a call's device time that cannot have been spent before the wait under way began."""

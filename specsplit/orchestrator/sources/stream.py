@@ -99,7 +99,7 @@ class StreamSource(TreeSource):
         speculator, verdict = self._speculator, result.verdict
         if verdict.timings.num_tokens == 1 + len(verdict.verified):  # otherwise the step took in text as well
             self._speculator.stats.times.observe_verify(verdict.timings, None, is_concurrent=self._is_concurrent)
-        speculator.end_round(had_nodes=True)
+        speculator.waits.end_round(had_nodes=True)
         speculator.advance(result, is_streamed=True)
 
     async def leave(self) -> None:
