@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import sys
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, Overloaded, SlotBehind, SpecSplitError
@@ -19,14 +20,19 @@ from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.peer import Cooldown, DraftPeer
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
+from specsplit.speculation.constants import EXPLORED_ROUNDS
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.step_times import RunningMedian
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
 Answer = Proposal | Reason | None
-"""The draft's nodes, the reason why there are none, or None if the draft cannot follow the text."""
-_Waiter = asyncio.Future[Proposal | Reason]
+"""The draft's nodes, the reason why there are none, or None if that is no trouble."""
+PATIENCE = 3
+"""How often its usual time a draft is waited for where that time is known; a verify's time is added."""
+MAX_CAUGHT_UP_TOKENS = 64
+"""With more tokens than this to take in, the draft is catching up."""
+_Waiter = asyncio.Future[Answer]
 
 
 class _InvalidProposal(SpecSplitError):
@@ -36,7 +42,8 @@ class _InvalidProposal(SpecSplitError):
 class DraftClient:
     """One session's draft. Between `enter` and `close` a draft that fails is pinged until it answers.
 
-    A tree is waited for as long as the verifies of its depth take, and at least `draft_s` of the retry policy.
+    A tree is waited for as long as the verifies of its depth take, and at least `draft_s` of the retry policy; then the
+    draft counts as slow. Where its usual time is known, as in `auto`, no round waits beyond a few times that.
     One tokenizer may come with embeddings of two sizes: once the target has picked a token beyond the draft's
     (its padding), the draft cannot follow the text and is not asked any more.
     """
@@ -52,6 +59,8 @@ class DraftClient:
         self._cooldown, self._earlier = Cooldown(), peer.closings.before()
         self._num_known_nodes = 0
         self._in_background: asyncio.Task[None] | None = None
+        self._is_slow = False
+        """Whether the call in the background has taken as long as its tree is worth."""
 
     def enter(self) -> None:
         """Count this session with the peer, which pings a failing draft as long as a session could use it."""
@@ -60,7 +69,7 @@ class DraftClient:
     @property
     def trouble(self) -> Reason | None:
         """Why the draft would not be asked now, None if it would."""
-        if self._in_background is not None:
+        if self._is_slow:
             return "slow"
         peer = self._peer
         if peer.trouble is not None:
@@ -73,7 +82,7 @@ class DraftClient:
     @property
     def is_well(self) -> bool:
         """Whether it would be asked now."""
-        return self.trouble is None
+        return self.trouble is None and self._in_background is None
 
     @property
     def context(self) -> int:
@@ -86,12 +95,27 @@ class DraftClient:
         """Committed tokens that the draft is not known to hold."""
         return len(self.contract.history) - self.contract.num_held
 
-    def wait_s(self, max_depth: int) -> float:
-        """Return how long a tree of `max_depth` levels is worth waiting for."""
+    def worth_s(self, max_depth: int) -> float:
+        """Return how long a tree of `max_depth` levels is worth waiting for; a draft that takes longer is slow."""
         return max(self._retrier.policy.draft_s, max_depth * self.verify_s.value)
+
+    def wait_s(self, budget: Budget) -> float:
+        """Return how long a round waits for a tree."""
+        worth_s, verify_s = self.worth_s(budget.max_depth), self.verify_s.value
+        if not self._stats.plans or worth_s == math.inf:
+            return worth_s
+        if self.num_missing > MAX_CAUGHT_UP_TOKENS:
+            return min(worth_s, verify_s)  # a draft that takes in a prompt does not keep to its usual time
+        times, nodes, depth = self._stats.times, budget.max_new_nodes, budget.max_depth
+        # Nobody knows yet whether the first trees are worth the way to a draft that is far.
+        is_known = times.num_proposals >= EXPLORED_ROUNDS
+        usual_s = PATIENCE * times.draft_s(nodes, depth) if is_known else times.levels_s(nodes, depth)
+        return min(worth_s, usual_s + verify_s)
 
     async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
+
+        None says that the draft cannot follow the text, or is not waited for any more without being slow yet.
 
         A call that is waited for ends when the tree is not worth it any more, and with the request's deadline, which
         does not count against the draft. Any other ends when its caller is cancelled. The duration of a probe is left
@@ -102,16 +126,14 @@ class DraftClient:
                 return None
             if budget.max_new_nodes > draft.max_nodes > 0:
                 budget = replace(budget, max_new_nodes=draft.max_nodes)
-        if (trouble := self.trouble) is not None:
-            return trouble
+        if not self.is_well:
+            return self.trouble
         asked_s = self._loop.time()
-        wait_s = remaining_s = math.inf
+        wait_s = math.inf
         if is_waited_for:
-            wait_s, remaining_s = self.wait_s(budget.max_depth), self._retrier.deadline_s - asked_s
-        if wait_s == remaining_s == math.inf:
-            asking = self._call(budget)
-        else:
-            asking = self._call_in_background(budget, wait_s, remaining_s)
+            wait_s = min(self.wait_s(budget), self._retrier.deadline_s - asked_s)
+        asking: Coroutine[None, None, Answer]
+        asking = self._call(budget) if wait_s == math.inf else self._call_in_background(budget, wait_s)
         if spans.is_on:
             nodes, depth = budget.max_new_nodes, budget.max_depth
             asking = spans.around(asking, "propose", _span_attributes, max_nodes=nodes, max_depth=depth)
@@ -124,37 +146,49 @@ class DraftClient:
             self._stats.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
         return answer
 
-    async def _call_in_background(self, budget: Budget, wait_s: float, remaining_s: float) -> Proposal | Reason:
-        """Wait for a call as long as it is worth it; beyond that it goes on by itself."""
-        asked_s = self._loop.time()
+    async def _call_in_background(self, budget: Budget, wait_s: float) -> Answer:
+        """Wait for a call for some seconds; beyond that it goes on by itself."""
         waiter: _Waiter = self._loop.create_future()
+        worth_s, asked_s = self.worth_s(budget.max_depth), self._loop.time()
+        timers = [self._loop.call_later(worth_s, self._blame, waiter, asked_s)] if worth_s < math.inf else []
         # The call outlives our patience: a long prefill that was cut short would only begin again.
-        self._in_background = self._loop.create_task(self._answer(budget, waiter))
-        is_blamed = wait_s <= remaining_s
-        timer = self._loop.call_later(min(wait_s, remaining_s), self.give_up, waiter, asked_s, is_blamed)
-        try:
-            return await waiter
-        finally:
-            timer.cancel()
+        self._in_background = self._loop.create_task(self._answer(budget, waiter, timers))
+        if wait_s < worth_s:
+            timers.append(self._loop.call_later(wait_s, self._stop_waiting, waiter, asked_s))
+        return await waiter
 
-    async def _answer(self, budget: Budget, waiter: _Waiter) -> None:
+    async def _answer(self, budget: Budget, waiter: _Waiter, timers: Sequence[asyncio.TimerHandle]) -> None:
         """Give the draft's answer to whoever still waits for it."""
         answer: Proposal | Reason = "failed"
+        asked_s = self._loop.time()
         try:
             answer = await self._call(budget)
         finally:
-            self._in_background = None
+            self._in_background, self._is_slow = None, False
+            for timer in timers:
+                timer.cancel()
             if not waiter.done():
                 waiter.set_result(answer)
+            elif isinstance(answer, Proposal):  # or the usual time would stay what it was
+                self._stats.observe_propose(answer.timings, self._loop.time() - asked_s)
 
-    def give_up(self, waiter: _Waiter, asked_s: float, is_blamed: bool) -> None:
-        """Let the round go on without the draft, which is not asked for a while if it `is_blamed`."""
+    def _stop_waiting(self, waiter: _Waiter, asked_s: float) -> None:
+        """Let the round go on without the draft, which is not asked for a while if this was not the first time."""
         if not waiter.done():
-            now_s = self._loop.time()
-            if is_blamed:
-                self._cooldown.fail("slow", asked_s, now_s)
-                self._peer.delay(asked_s, now_s)
+            self._count_delay(asked_s)
+            waiter.set_result(None)
+
+    def _blame(self, waiter: _Waiter, asked_s: float) -> None:
+        """Count the call under way as slow, which a round that waits for it reports."""
+        self._is_slow = True
+        self._count_delay(asked_s)
+        if not waiter.done():
             waiter.set_result("slow")
+
+    def _count_delay(self, asked_s: float) -> None:
+        now_s = self._loop.time()
+        self._cooldown.fail("slow", asked_s, now_s)
+        self._peer.delay(asked_s, now_s)
 
     async def _call(self, budget: Budget) -> Proposal | Reason:
         """Ask, and remember what the draft holds by then."""
@@ -253,7 +287,7 @@ def _check(proposal: Proposal, turn: Turn, num_known_nodes: int, identity: Ident
         raise _InvalidProposal("the draft's token tree makes no sense")
 
 
-def _span_attributes(answer: Proposal | Reason) -> dict[str, spans.Attribute]:
+def _span_attributes(answer: Answer) -> dict[str, spans.Attribute]:
     if not isinstance(answer, Proposal):
         return {}
     return {"nodes": len(answer), "forwards": answer.timings.num_forwards}

@@ -314,6 +314,18 @@ class WorkerTimes:
         forward_s = self.verify.seconds((nodes + 1) * num_sessions) + self.sessions_s
         return min(math.ceil(self._beside(num_sessions).round_trip_s / forward_s - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
 
+    def draft_s(self, nodes: int, depth: int) -> float:
+        """Return the seconds that a draft's tree usually takes, its way included; inf if nothing is known of them."""
+        draft = self.draft
+        return draft.call_s + self.levels_s(nodes, depth) if draft is not None else math.inf
+
+    def levels_s(self, nodes: int, depth: int) -> float:
+        """Return the seconds that the draft's levels take; inf if nothing is known of them."""
+        draft = self.draft
+        if draft is None or not depth:
+            return math.inf
+        return depth * draft.level.seconds(-(-nodes // depth) * self.sessions.value)
+
     def probe_s(self, nodes: int, depth: int) -> float:
         """Return the seconds to have put aside for a probe: the draft's for its tree, a plain forward's at most.
 

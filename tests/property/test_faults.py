@@ -5,6 +5,7 @@ Runs the schedules of `tests.support.fault_schedule`, and shows that they would 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -189,7 +190,7 @@ def without_reopening(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_draft_patience(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftClient, "give_up", lambda *args: None)
+    patch.setattr(DraftClient, "worth_s", lambda *args: math.inf)
 
 
 def without_time_to_live(patch: pytest.MonkeyPatch) -> None:

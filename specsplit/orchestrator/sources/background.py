@@ -14,7 +14,7 @@ from typing import Protocol
 from specsplit.core.types import Budget, Proposal
 from specsplit.limits import MAX_STREAM_NODES
 from specsplit.orchestrator.degraded import Reason
-from specsplit.orchestrator.draft_client import DraftClient
+from specsplit.orchestrator.draft_client import MAX_CAUGHT_UP_TOKENS, DraftClient
 
 _log = logging.getLogger(__name__)
 AHEAD_FACTOR = 6
@@ -24,8 +24,6 @@ For a streaming target the limit is higher by the steps that the target takes wh
 """
 AHEAD_BRANCHING = 3
 """Children of a node if several are allowed: each covers one more outcome, and costs the draft no forward."""
-MAX_CAUGHT_UP_TOKENS = 64
-"""With more tokens than this to take in, the draft is catching up, which is not cut short when the text goes on."""
 
 
 class NodeSink(Protocol):
@@ -57,6 +55,8 @@ class BackgroundDrafting:
         """The tree to grow once the task, which was cut, has ended: the draft takes one call at a time."""
         self._is_late = False
         """Whether a round has waited for the task in vain."""
+        self._slow_from_s = 0.0
+        """When a task that is late counts as slow."""
         self._arrival: asyncio.Future[None] | None = None
         """Done when nodes arrive, for a round that waits for some."""
 
@@ -138,7 +138,7 @@ class BackgroundDrafting:
         return self._sink.take(proposal, budget)
 
     def cut(self) -> None:
-        """Cancel the call under way, whose nodes are of no use any more, unless the draft is still taking in text."""
+        """Cancel the call under way, whose nodes are of no use any more, unless the draft is catching up."""
         is_catching_up = self._draft.num_missing > MAX_CAUGHT_UP_TOKENS
         if self.task is not None and not self.task.cancelling() and not self.is_probe and not is_catching_up:
             self.task.cancel()
@@ -148,26 +148,32 @@ class BackgroundDrafting:
         self._next = None
         self.cut()
 
-    async def wait_for_nodes(self, max_depth: int) -> Reason | None:
+    async def wait_for_nodes(self, budget: Budget) -> Reason | None:
         """Wait until the call under way brings nodes or ends, since the draft takes one call at a time.
 
-        Return None if nodes came or nothing is under way any more, else why the wait was in vain.
+        Return why the wait was in vain, None if that is no trouble: nodes came, nothing is under way any more, or the
+        draft is not waited for any more without being slow yet.
         """
         task = self.task
         if task is not None and not task.done() and not task.cancelling():
             if self._is_late:
-                return "slow"
+                return self._lateness
             self._arrival = self._loop.create_future()
-            wait_s = self._draft.wait_s(max_depth)
+            wait_s = self._draft.wait_s(budget)
+            self._slow_from_s = self._loop.time() + self._draft.worth_s(budget.max_depth)
             await asyncio.wait({task, self._arrival}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             self._arrival = None
             if self._sink.num_drafted:
                 return None
             if not task.done():
                 self._is_late = True
-                return "slow"
+                return self._lateness
         await self.end()
         return None
+
+    @property
+    def _lateness(self) -> Reason | None:
+        return "slow" if self._loop.time() >= self._slow_from_s else None
 
     async def end(self) -> None:
         """Cancel the task and wait for its end."""

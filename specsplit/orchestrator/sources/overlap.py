@@ -48,8 +48,8 @@ class OverlapSource(TreeSource):
 
     async def _wait_for_nodes(self, budget: Budget) -> None:
         """Wait until the tree has nodes of the draft: of the call under way if there is one, else of a new call."""
-        reason = await self._background.wait_for_nodes(budget.max_depth)
-        if reason is None and not self._speculator.num_drafted:
+        reason = await self._background.wait_for_nodes(budget)
+        if reason is None and not self._speculator.num_drafted and not self._background.is_running:
             answer = await self._draft.ask(budget)
             if isinstance(answer, Proposal):
                 self._speculator.take(answer, budget)
