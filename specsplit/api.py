@@ -32,12 +32,12 @@ from specsplit.assembly.chunk_stream import ChunkStream, Deliver, raise_failure,
 from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread, join_ending
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
-from specsplit.assembly.requests import check_request_values, make_request, request_settings
+from specsplit.assembly.requests import RequestMaker, check_request_values, request_settings
 from specsplit.assembly.workers import Workers
 from specsplit.core.defaults import LOCAL_SESSIONS
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
-from specsplit.orchestrator.request import Chunk, Request, Result
+from specsplit.orchestrator.request import Chunk, Result
 
 __all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
 
@@ -94,6 +94,7 @@ class Pipeline:
             opening.cancel()
             self._thread.end()
             raise
+        self._requests = RequestMaker(self._workers.tokenizer, is_here=settings.target.address is None)
         _opened.add(self)
         # `_close_all` closes in its place at exit.
         self._letting_go = weakref.finalize(self, _let_go, self._thread, self._scope)
@@ -150,7 +151,11 @@ class Pipeline:
             self._thread.submit(_end_all(self._thread, self._scope)).result()
         finally:
             self._thread.end()
-        del self._workers, self._scope  # and with them the models, whose next load frees what lies in cycles
+        del (
+            self._workers,
+            self._requests,
+            self._scope,
+        )  # and with them the models, whose next load frees what lies in cycles
 
     async def aclose(self) -> None:
         """Close without blocking the caller's loop."""
@@ -224,21 +229,10 @@ class Pipeline:
             raise InvalidRequest("This pipeline is closed; make a new one.")
 
     async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> None:
-        request = await self._request(prompt, settings)
+        request = await self._requests.make(prompt, settings)
         async with contextlib.aclosing(self._workers.stream(request, settings)) as chunks:
             async for chunk in chunks:
                 deliver(chunk)
-
-    async def _request(self, prompt: Prompt, settings: OrchestratorSettings) -> Request:
-        make = partial(make_request, self._workers.tokenizer, prompt, settings)
-        if self.settings.target.address is None:
-            return make()
-        # The target's tokenizer has a process of its own, which may take seconds to start or to answer.
-        try:
-            making = asyncio.get_running_loop().run_in_executor(None, make)
-        except RuntimeError:  # the main thread has ended, and with it every pool, but a thread of the user's goes on
-            return make()
-        return await making
 
 
 async def _end_all(thread: LoopThread, scope: AbstractAsyncContextManager[Workers]) -> None:

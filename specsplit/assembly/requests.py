@@ -1,10 +1,12 @@
-"""Turns a prompt and settings into a request. Knows neither models nor workers."""
+"""Turns a prompt and settings into a request, on a thread if that takes long. Knows neither models nor workers."""
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from specsplit.assembly.arguments import Prompt, RequestOptions, check_prompt, is_conversation, refuse_wrong_types
@@ -16,6 +18,9 @@ from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import FLAT_KEYS, override
 from specsplit.model.template_variables import PARAM, checked_variables
 from specsplit.orchestrator.request import Request
+
+_QUICK_LENGTH = 2000
+"""Characters or tokens that are not worth a thread. Chosen: they take a millisecond or two, less than most forwards."""
 
 
 def check_request_values(settings: OrchestratorSettings) -> None:
@@ -85,3 +90,30 @@ def make_request(tokenizer: Tokenizer, prompt: Prompt, settings: OrchestratorSet
         priority=settings.priority,
         logprobs=settings.logprobs,
     )
+
+
+class RequestMaker:
+    """Makes requests on an event loop without holding it up; `is_here` says that the tokenizer has no other process."""
+
+    def __init__(self, tokenizer: Tokenizer, *, is_here: bool) -> None:
+        self._tokenizer, self._is_here = tokenizer, is_here
+        self._under_way = set[asyncio.Future[Request]]()
+        """Requests that threads are making."""
+
+    async def make(self, prompt: Prompt, settings: OrchestratorSettings) -> Request:
+        """Return what `make_request` does: at once if the prompt is short and the tokenizer idle, else from a thread.
+
+        A long text takes seconds, as does the start of the process that renders chats.
+        """
+        make = partial(make_request, self._tokenizer, prompt, settings)
+        is_quick = self._is_here and len(prompt) <= _QUICK_LENGTH and not settings.chat and not is_conversation(prompt)
+        if is_quick and not self._under_way:
+            return make()
+        try:
+            making = asyncio.get_running_loop().run_in_executor(None, make)
+        except RuntimeError:  # the main thread has ended, and with it every pool, but a thread of the user's goes on
+            return make()
+        self._under_way.add(making)
+        making.add_done_callback(self._under_way.discard)
+        # A thread cannot be ended: whoever gives up leaves the tokenizer to it until it is done.
+        return await asyncio.shield(making)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -70,7 +71,7 @@ _NUM_KEPT = 1 << 15
 
 
 class TransformersTokenizer:
-    """Text to ids and back; `eos_ids` join the tokenizer's and the generation config's."""
+    """Text to ids and back, for any number of threads; `eos_ids` join the tokenizer's and the generation config's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -89,6 +90,8 @@ class TransformersTokenizer:
             _drop_sections(self._backend)
         self._template = _template_source(tokenizer)
         self._text_behind = lru_cache(_NUM_KEPT)(self._find_text_behind)
+        self._is_encoding = threading.Lock()
+        """Held by the thread that encodes: transformers switches control tokens on and off for all threads at once."""
         self._lead: list[int] | None = None
         """The last token of some text, for looking at others behind it."""
         added: dict[int, Any] = tokenizer.added_tokens_decoder
@@ -117,7 +120,7 @@ class TransformersTokenizer:
         Raises:
             ModelDamaged: the tokenizer fails on it.
         """
-        with _no_panic():
+        with self._is_encoding, _no_panic():
             return self._tokenizer.encode(text)
 
     def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
@@ -150,7 +153,7 @@ class TransformersTokenizer:
         self, messages: Sequence[ChatMessage], variables: Variables, own_texts: Collection[str]
     ) -> list[int]:
         def encode(text: str, is_plain: bool) -> list[int]:
-            with _no_panic():
+            with self._is_encoding, _no_panic():
                 return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=is_plain)
 
         def render(shown: Sequence[ChatMessage], given: Variables) -> str:

@@ -16,6 +16,7 @@ import pytest
 
 from specsplit import api
 from specsplit.api import Pipeline
+from specsplit.assembly.arguments import Prompt
 from specsplit.assembly.loop_thread import join_ending
 from specsplit.assembly.workers import Workers
 from specsplit.core.errors import InvalidRequest
@@ -33,6 +34,7 @@ def made(
     tokenizer: FakeTokenizer | None = None,
     pool: ThreadPoolExecutor | None = None,
     on_close: Callable[[], object] = bool,
+    address: str | None = "127.0.0.1:1",
 ) -> Pipeline:
     @asynccontextmanager
     async def workers(settings: Settings, models: None) -> AsyncGenerator[Workers]:
@@ -42,7 +44,8 @@ def made(
         on_close()
 
     monkeypatch.setattr(api, "open_workers", workers)
-    given = {"target": "127.0.0.1:1", "mode": "plain", "max_new_tokens": 2, "ignore_eos": True}
+    monkeypatch.setattr(api, "load_local", lambda *_, **__: None)
+    given = {"target": address, "mode": "plain", "max_new_tokens": 2, "ignore_eos": True}
     return Pipeline.from_settings(load_settings(given).settings)
 
 
@@ -236,29 +239,48 @@ def test_the_interpreters_end_waits_for_a_pipeline_dropped_before(monkeypatch: p
 
 
 class WaitingTokenizer(FakeTokenizer):
-    """It takes one text only when it is let go on, or much time has passed."""
+    """It takes one text only when it is let go on, or much time has passed, and notes who encodes the others."""
 
     def __init__(self) -> None:
         self.has_begun, self.go_on = threading.Event(), threading.Event()
         self.was_let_go_on = False
+        self.on_loop: list[bool] = []
 
     def encode(self, text: str) -> list[int]:
-        if text == "slow":
+        if "slow" in text:
             self.has_begun.set()
             self.was_let_go_on = self.go_on.wait(PATIENCE_S)
+            return super().encode("slow")
+        self.on_loop.append(threading.current_thread() in threads_of_pipelines())
         return super().encode(text)
 
 
-def test_other_requests_go_on_while_a_targets_tokenizer_works(monkeypatch: pytest.MonkeyPatch):
-    tokenizer = WaitingTokenizer()
-    with opened(monkeypatch, FakeTarget(), tokenizer) as pipeline:
-        asking = threading.Thread(target=pipeline.generate, args=["slow"], daemon=True)
+SLOW: dict[str, tuple[str | None, Prompt]] = {
+    "elsewhere": ("127.0.0.1:1", "slow"),
+    "a long text here": (None, "slow" * 1000),
+    "a conversation here": (None, [{"role": "user", "content": "slow"}]),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_other_requests_go_on_while_a_tokenizer_works(name: str, monkeypatch: pytest.MonkeyPatch):
+    tokenizer, (address, prompt) = WaitingTokenizer(), SLOW[name]
+    with made(monkeypatch, FakeTarget(), tokenizer, address=address) as pipeline:
+        asking = threading.Thread(target=pipeline.generate, args=[prompt], daemon=True)
         asking.start()
         assert tokenizer.has_begun.wait(PATIENCE_S)
         assert len(pipeline.generate("ab").token_ids) == 2
         tokenizer.go_on.set()
         asking.join(PATIENCE_S)
     assert tokenizer.was_let_go_on
+    assert tokenizer.on_loop == [False], "nobody waits on the loop for a tokenizer at work"
+
+
+def test_a_short_text_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = WaitingTokenizer()
+    with made(monkeypatch, FakeTarget(), tokenizer, address=None) as pipeline:
+        pipeline.generate("ab")
+    assert tokenizer.on_loop == [True]
 
 
 def test_a_thread_that_outlives_the_main_one_goes_on_generating(monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders
@@ -13,6 +16,7 @@ from specsplit.core.defaults import EMBEDDED
 from specsplit.model.source import resolve
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.orchestrator.text import ByteDetokenizer, Detokenizer, detokenizer_of
+from tests.support.model_zoo import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +57,27 @@ def test_where_a_token_says_nothing_by_itself_a_window_is_decoded(decoder: decod
     made = TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), ())
     assert made.token_bytes is None
     assert isinstance(detokenizer_of(made), Detokenizer)
+
+
+class _Watched(PreTrainedTokenizerFast):
+    """Notes how many threads encode at a time."""
+
+    num_inside = most_inside = 0
+
+    def encode(self, *given: Any, **switches: Any) -> list[int]:
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        time.sleep(0.05)
+        self.num_inside -= 1
+        return super().encode(*given, **switches)
+
+
+def test_no_thread_switches_control_tokens_within_the_encode_of_another() -> None:
+    made = _Watched(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    made.chat_template = "{{ messages[0].content }}"
+    tokenizer = TransformersTokenizer(made, ())
+    with ThreadPoolExecutor() as pool:
+        plain = [pool.submit(tokenizer.encode, "hi") for _ in range(4)]
+        chat = pool.submit(tokenizer.encode_messages, [{"role": "user", "content": "hi"}])
+    assert [each.result() for each in plain] == [chat.result()] * 4
+    assert made.most_inside == 1
