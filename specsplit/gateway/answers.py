@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from specsplit.gateway.generation import Answer, chunks_of
+from specsplit.gateway.generation import MAX_AT_ONCE, Answer, chunks_of
 from specsplit.gateway.logprobs import TextOffsets, TokenEntry
 from specsplit.gateway.long_answers import slices
 from specsplit.gateway.metrics import Metrics
@@ -19,6 +19,9 @@ from specsplit.gateway.schemas import Generation
 from specsplit.gateway.sse import Event
 from specsplit.gateway.statistics import Detail, SpeculationRecord, trace_of
 from specsplit.orchestrator.request import Chunk, Request
+
+Opening = tuple[str, list[TokenEntry]]
+"""The text that an answer begins with, and its tokens."""
 
 
 class Format(Protocol):
@@ -30,8 +33,8 @@ class Format(Protocol):
     @property
     def chunk_object(self) -> str: ...
 
-    async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
-        """Return text and tokens before the first generated ones; None if the answer's first event says nothing."""
+    async def opening(self, number: int) -> Opening | None:
+        """Return text and tokens before the first generated ones to a prompt; None if the first event says nothing."""
         ...
 
     def whole(self, part: Part) -> dict[str, Any]:
@@ -98,8 +101,7 @@ class Answers:
     async def _whole(self) -> dict[str, Any]:
         parts = [Part(index) for index in range(len(self.requests))]
         traces: list[list[dict[str, Any]]] = [[] for _ in self.requests]
-        for part in parts:
-            opening = await self._opening(part.index)
+        for part, opening in zip(parts, await self._openings(), strict=True):
             if opening is not None:
                 part.extend(*opening, "length")
         async with aclosing(self._chunks()) as chunks:
@@ -159,7 +161,7 @@ class Answers:
     async def _parts(self) -> AsyncGenerator[tuple[Part, dict[str, Any] | None]]:
         """Yield what there is to tell: parts with text, tokens that were asked for, and ends."""
         # Before an answer has a slot, which it would hold while the scores of an echo wait for one.
-        openings = [await self._opening(index) for index in range(len(self.requests))]
+        openings = await self._openings()
         unopened = set(range(len(self.requests)))
         traces, wants_tokens = self.body.speculative.trace, self.requests[0].logprobs is not None
         async with aclosing(self._chunks()) as chunks:
@@ -180,14 +182,32 @@ class Answers:
                 yield part, None
             yield replace(last, finish_reason="length", is_opening=False), None
 
-    async def _opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
-        """Return what an answer begins with, behind which its tokens come."""
-        opening = await self.format.opening(index)
-        if opening is not None and opening[1]:
-            self.spend(0)  # its prompt was scored, whatever becomes of the answer
-        start, before = len(opening[0]) if opening is not None else 0, self.requests[index].prompt_ids
-        self.offsets[index] = TextOffsets(self.model.tokenizer, start, before=before)
-        return opening
+    async def _openings(self) -> list[Opening | None]:
+        """Return what each answer begins with, behind which its tokens come; those of several prompts are made at once.
+
+        Raises what `Format.opening` raises; the first error ends all of them.
+        """
+        places, num_choices = asyncio.Semaphore(MAX_AT_ONCE), self.body.n or 1
+
+        async def make(number: int) -> Opening | None:
+            async with places:
+                opening = await self.format.opening(number)
+            if opening is not None and opening[1]:
+                self.spend(0)  # its prompt was scored, whatever becomes of the answer
+            return opening
+
+        tasks = [asyncio.create_task(make(number)) for number in range(len(self.requests) // num_choices)]
+        try:
+            made = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        openings = [opening for opening in made for _ in range(num_choices)]
+        for index, (request, opening) in enumerate(zip(self.requests, openings, strict=True)):
+            start = len(opening[0]) if opening is not None else 0
+            self.offsets[index] = TextOffsets(self.model.tokenizer, start, before=request.prompt_ids)
+        return openings
 
     async def _chunks(self) -> AsyncGenerator[Answer]:
         """Yield the chunks of all answers, each of which is counted."""

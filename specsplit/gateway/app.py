@@ -324,7 +324,9 @@ def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
             raise ApiError(
                 400, f"tokens has an id outside the vocabulary of {model.identity.vocab_size}.", param="tokens"
             )
-        return {"prompt": model.tokenizer.decode(body.tokens)}
+        with gateway.quotas.answering(_quota_of(request), 0):
+            decoding = asyncio.to_thread(model.tokenizer.decode, body.tokens)
+            return {"prompt": await until_disconnect(request.receive, decoding)}
 
 
 def _documented(schema: type[Body]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specsplit.gateway.answers import Part
+from specsplit.gateway.answers import Opening, Part
 from specsplit.gateway.deadline import Deadline
-from specsplit.gateway.logprobs import TokenEntry, chat_logprobs
+from specsplit.gateway.logprobs import chat_logprobs
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.schemas import ChatBody
 
@@ -32,7 +32,7 @@ class ChatFormat:
     whole_object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
 
-    async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
+    async def opening(self, number: int) -> Opening | None:
         """Return an empty text: the first event says whose message it is."""
         return "", []
 

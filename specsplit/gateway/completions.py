@@ -10,7 +10,7 @@ from typing import Any
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import TokenLogProb
-from specsplit.gateway.answers import Part
+from specsplit.gateway.answers import Opening, Part
 from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.logprobs import TextOffsets, TokenEntry, completion_logprobs
 from specsplit.gateway.long_answers import slices
@@ -83,46 +83,43 @@ class CompletionFormat:
     deadline: Deadline
     whole_object: str = "text_completion"
     chunk_object: str = "text_completion"
-    _scored: dict[tuple[tuple[int, ...], str], list[TokenEntry]] = field(
-        default_factory=dict[tuple[tuple[int, ...], str], list[TokenEntry]]
+    _scoring: dict[tuple[tuple[int, ...], str], asyncio.Task[list[TokenEntry]]] = field(
+        default_factory=dict[tuple[tuple[int, ...], str], asyncio.Task[list[TokenEntry]]]
     )
     """Entries by ids and text: another text with the same ids has its tokens at other places."""
 
-    _decoded: dict[int, str] = field(default_factory=dict[int, str])
-    """Texts of prompts that came as ids, by number."""
-
-    async def opening(self, index: int) -> tuple[str, list[TokenEntry]] | None:
-        """Return the prompt if it is to be echoed."""
+    async def opening(self, number: int) -> Opening | None:
+        """Return the prompt if it is to be echoed; the same one is scored once, and cancelling ends that for all."""
         if not self.body.echo:
             return None
-        number = index // (self.body.n or 1)
         prompt, ids = self.body.prompt[number], self.prompts[number]
-        text = prompt if isinstance(prompt, str) else self._decoded.get(number)
-        if text is None:  # on a thread: a megabyte of ids takes a tenth of a second
-            text = self._decoded[number] = await asyncio.to_thread(self.model.tokenizer.decode, ids)
-        return text, [] if self.body.logprobs is None else await self._prompt_entries(ids, text)
+        # On a thread: a megabyte of ids takes a tenth of a second.
+        text = prompt if isinstance(prompt, str) else await asyncio.to_thread(self.model.tokenizer.decode, ids)
+        if self.body.logprobs is None:
+            return text, []
+        if (ids, text) not in self._scoring:
+            self._scoring[ids, text] = asyncio.create_task(self._prompt_entries(ids, text))
+        return text, await self._scoring[ids, text]
 
     async def _prompt_entries(self, ids: tuple[int, ...], text: str) -> list[TokenEntry]:
         """Return the log-probabilities of a prompt's tokens; nothing is known of the first."""
-        if (ids, text) not in self._scored:
-            found: list[TokenLogProb | None] = [None]
-            if len(ids) > 1:
-                orchestrator = self.model.orchestrator(self.body.speculative.mode)
-                scores = await orchestrator.score(
-                    ids[:1],
-                    ids[1:],
-                    self.body.logit_bias,
-                    self.body.logprobs or 0,
-                    timeout_s=self.deadline.timeout_s,
-                    began_s=self.deadline.began_s,
-                )
-                found += scores.tokens
-            offsets, entries = TextOffsets(self.model.tokenizer, text=text), list[TokenEntry]()
-            for some_ids, some in zip(slices(ids), slices(found), strict=True):
-                entries += offsets.entries(some_ids, some)
-                await asyncio.sleep(0)
-            self._scored[ids, text] = entries
-        return self._scored[ids, text]
+        found: list[TokenLogProb | None] = [None]
+        if len(ids) > 1:
+            orchestrator = self.model.orchestrator(self.body.speculative.mode)
+            scores = await orchestrator.score(
+                ids[:1],
+                ids[1:],
+                self.body.logit_bias,
+                self.body.logprobs or 0,
+                timeout_s=self.deadline.timeout_s,
+                began_s=self.deadline.began_s,
+            )
+            found += scores.tokens
+        offsets, entries = TextOffsets(self.model.tokenizer, text=text), list[TokenEntry]()
+        for some_ids, some in zip(slices(ids), slices(found), strict=True):
+            entries += offsets.entries(some_ids, some)
+            await asyncio.sleep(0)
+        return entries
 
     def whole(self, part: Part) -> dict[str, Any]:
         return self.delta(part)

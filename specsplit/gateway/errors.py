@@ -12,6 +12,7 @@ from specsplit.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LinkError,
+    ModelError,
     NoFreeSlot,
     Overloaded,
     SpecSplitError,
@@ -21,6 +22,8 @@ from specsplit.core.errors import (
 )
 
 INVALID, SERVER_ERROR = "invalid_request_error", "server_error"
+_FINAL = {"x-should-retry": "false"}
+"""Headers of an error that comes again if the request does; OpenAI's clients repeat others with 5xx twice."""
 
 
 @dataclass(eq=False)
@@ -59,8 +62,9 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(429, message, kind, code="rate_limit_exceeded", headers=headers)
         return ApiError(503, message, "overloaded_error", code="server_overloaded", headers=headers)
     if isinstance(error, DeadlineExceeded):
-        return ApiError(504, message, "timeout_error", code="timeout")
+        return ApiError(504, message, "timeout_error", code="timeout", headers=_FINAL)
     if isinstance(error, LinkError) and not isinstance(error, WorkerFailed):
         return ApiError(503, message, SERVER_ERROR, code="model_unavailable", headers={"retry-after": "1"})
-    known = isinstance(error, SpecSplitError)
-    return ApiError(500, message if known else "An unexpected error; the server's log has it.", SERVER_ERROR)
+    known, headers = isinstance(error, SpecSplitError), _FINAL if isinstance(error, ModelError) else {}
+    said = message if known else "An unexpected error; the server's log has it."
+    return ApiError(500, said, SERVER_ERROR, headers=headers)

@@ -77,7 +77,8 @@ def _content(value: object) -> object:
         return value
     if isinstance(value, list):
         parts = cast("list[object]", value)
-        texts = [part.get("text") for part in map(_as_dict, parts) if part.get("type") == "text" and len(part) == 2]
+        # What else a text part has, such as `cache_control`, is not a part of the text.
+        texts = [part.get("text") for part in map(_as_dict, parts) if part.get("type") == "text"]
         if len(texts) == len(parts) and _is_list_of(texts, str):
             return "\n".join(cast("list[str]", texts))  # as vLLM and llama.cpp do
     raise ValueError('must be a text, or a list of parts {"type": "text", "text": ...}: this server takes text alone')
@@ -95,16 +96,54 @@ def _as_dict(value: object) -> dict[str, object]:
     return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
-Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+class TextPart(BaseModel):
+    """A part of a message's content, as /openapi.json describes it."""
+
+    type: Literal["text"]
+    text: str
+
+
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-TemplateVariables = Annotated[dict[str, TemplateValue], BeforeValidator(_variables)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+# Types of what a client sends, where a validator makes something else of it: for /openapi.json alone.
+_SentIds = Annotated[list[int], Field(min_length=1)]
+_SentPrompts = str | _SentIds | Annotated[list[str | list[int]], Field(min_length=1)]
+_SentStops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None
+_SentBiases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None
+_SentVariables = dict[str, TemplateValue | None] | None
+
+Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts, json_schema_input_type=_SentPrompts)]
+Stops = Annotated[tuple[_Stop, ...], BeforeValidator(_stops, json_schema_input_type=_SentStops)]
+Biases = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases, json_schema_input_type=_SentBiases)]
+Content = Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
+TemplateVariables = Annotated[
+    dict[str, TemplateValue], BeforeValidator(_variables, json_schema_input_type=_SentVariables)
+]
+
+
+def _not_supported(name: str) -> ApiError:
+    return ApiError(400, f"{name} is not supported by this server.", param=name, code="unsupported")
+
+
+def _describe_others(schema: dict[str, Any], body: type[Body]) -> None:
+    """Add to a schema what is taken beside its fields: values that ask for nothing."""
+    others = {name: {"enum": [None, *harmless]} for name, harmless in body.unsupported.items()}
+    schema["properties"] = {**schema["properties"], **others}
+    if "additionalProperties" in schema:
+        schema["additionalProperties"] = {"type": "null"}
 
 
 class Body(BaseModel):
     """A request's body; numbers are not made of texts, and unknown fields are refused rather than ignored."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra=lambda schema, body: _describe_others(schema, cast("type[Body]", body)),
+    )
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields of OpenAI's and vLLM's APIs that this server lacks, each with the values that ask for nothing."""
 
@@ -116,15 +155,16 @@ class Body(BaseModel):
             ApiError: such a field.
         """
         for name, harmless in cls.unsupported.items():
-            if name in value and value.pop(name) not in (None, *harmless):
-                raise ApiError(400, f"{name} is not supported by this server.", param=name, code="unsupported")
+            if name in value and value.pop(name) not in harmless:
+                raise _not_supported(name)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
-        kept = dict(cast("dict[str, Any]", value))
+        fields = cast("dict[str, Any]", value).items()
+        kept = {name: each for name, each in fields if each is not None or name in cls.model_fields}
         cls.refuse_unsupported(kept)
         return kept
 
@@ -156,18 +196,18 @@ class Generation(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases)] = ()
+    logit_bias: Biases = Field(default_factory=tuple[tuple[int, float], ...])
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)], ...], BeforeValidator(_stops)
-    ] = ()
+    stop: Stops = Field(default_factory=tuple[str, ...])
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    speculative: Annotated[SpeculativeOptions, BeforeValidator(_options)] = SpeculativeOptions()
+    speculative: Annotated[
+        SpeculativeOptions, BeforeValidator(_options, json_schema_input_type=SpeculativeOptions | None)
+    ] = SpeculativeOptions()
     # Fields that say who asks and what for; nothing here depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -239,12 +279,16 @@ class CompletionBody(Generation):
 
 
 class Message(Body):
-    """One message of a conversation."""
+    """One message of a conversation; clients add fields of their own, which are ignored unless they change the text."""
 
-    unsupported = {name: ([], "") for name in ("tool_calls", "function_call", "refusal", "audio", "annotations")}
+    model_config = ConfigDict(extra="ignore")
+    unsupported = {
+        **dict.fromkeys(("tool_calls", "function_call", "refusal", "audio", "annotations"), ([], "")),
+        **dict.fromkeys(("prefix", "partial"), (False,)),  # DeepSeek's and Qwen's: the answer goes on with this text
+    }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Content
     name: Annotated[str, Field(max_length=MAX_SPEAKER)] | None = None
 
     def for_template(self) -> ChatMessage:
@@ -309,7 +353,7 @@ class TokenizeBody(Body):
 
     unsupported = {
         "return_token_strs": (False,),
-        "add_special_tokens": (),
+        "add_special_tokens": (True, False),  # one of them, see below
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "tools": ([],),
@@ -325,8 +369,8 @@ class TokenizeBody(Body):
     def refuse_unsupported(cls, value: dict[str, Any]) -> None:
         """Do so for vLLM's, too, which adds special tokens to a prompt, but not to what a chat template made."""
         is_prompt = value.get("messages") is None
-        if value.get("add_special_tokens") is is_prompt:
-            del value["add_special_tokens"]
+        if value.get("add_special_tokens", is_prompt) is not is_prompt:
+            raise _not_supported("add_special_tokens")
         super().refuse_unsupported(value)
 
     @model_validator(mode="after")

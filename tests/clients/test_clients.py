@@ -81,6 +81,19 @@ target_delimiter: ""
 metric_list:
   - metric: acc
 """
+CHAT_TASK = """
+task: chat
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[gold]}}}}"
+generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 8}}
+metric_list:
+  - metric: exact_match
+"""
 QUESTIONS = (
     ("def add(a, b):\n    return a", [" + b", " banana"], 0),
     ("import os\n\nprint(os.", ["path", "purple elephant"], 0),
@@ -88,15 +101,28 @@ QUESTIONS = (
 )
 
 
-def test_lm_eval_scores_a_task_by_log_likelihoods(gateway: GatewayProcess, tokenizer: Path, tmp_path: Path) -> None:
+def evaluate(name: str, task: str, folder: Path, *arguments: str) -> None:
+    """Run a task of lm-eval over QUESTIONS; what it found is written below `folder`."""
     lines = [json.dumps({"question": text, "choices": choices, "gold": gold}) for text, choices, gold in QUESTIONS]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    (tmp_path / "tiny.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    (folder / f"{name}.yaml").write_text(task.format(data=folder / "data.jsonl"))
+    asked = ("--tasks", name, "--include_path", folder, "--output_path", folder / "out", "--log_samples")
+    run(programs("lm-eval") / "lm_eval", *arguments, *asked)
+
+
+def test_lm_eval_scores_a_task_by_log_likelihoods(gateway: GatewayProcess, tokenizer: Path, tmp_path: Path) -> None:
     model = f"model=embedded,base_url={gateway.url}/v1/completions,tokenizer={tokenizer / 'target'}"
-    task = ("--tasks", "tiny", "--include_path", tmp_path, "--output_path", tmp_path / "out")
-    run(programs("lm-eval") / "lm_eval", "--model", "local-completions", "--model_args", model, *task)
+    evaluate("tiny", TASK, tmp_path, "--model", "local-completions", "--model_args", model)
     (found,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(found.read_text())["results"]["tiny"]["acc,none"] == 1.0
+
+
+def test_lm_eval_asks_in_chats(gateway: GatewayProcess, tmp_path: Path) -> None:
+    model = f"model=embedded,base_url={gateway.url}/v1/chat/completions"
+    chat = ("--model", "local-chat-completions", "--model_args", model, "--apply_chat_template")
+    evaluate("chat", CHAT_TASK, tmp_path, *chat)
+    (found,) = (tmp_path / "out").rglob("samples_chat_*.jsonl")
+    assert len(found.read_text().splitlines()) == len(QUESTIONS)
 
 
 LANGCHAIN = """

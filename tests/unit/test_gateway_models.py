@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from specsplit.core.errors import (
@@ -19,10 +21,11 @@ from specsplit.core.errors import (
     SpecSplitError,
     WorkerUnreachable,
 )
+from specsplit.gateway.app import Gateway, create_app
 from specsplit.gateway.chat import conversation_ids
 from specsplit.gateway.completions import CompletionFormat, make_requests, prompt_ids
 from specsplit.gateway.deadline import Deadline
-from specsplit.gateway.models import ServedModel
+from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.quotas import GatewayQuotas
 from specsplit.gateway.schemas import ChatBody, CompletionBody
 from specsplit.orchestrator.orchestrator import Orchestrator
@@ -64,6 +67,29 @@ async def test_a_tokenizer_has_one_thread_though_its_client_has_left() -> None:
     assert await model.encode("second") == tokenizer.encode("second")
     assert first.cancelled()
     assert not tokenizer.had_two_at_once
+
+
+class NotedTokenizer(FakeTokenizer):
+    """It notes which thread decodes."""
+
+    thread: threading.Thread | None = None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.thread = threading.current_thread()
+        return super().decode(token_ids)
+
+
+async def test_ids_are_decoded_on_a_thread_within_a_callers_limits() -> None:
+    tokenizer = NotedTokenizer()
+    quotas = GatewayQuotas(max_requests=1)
+    app = create_app(Gateway(models=ModelTable([await served(tokenizer)]), version="1", quotas=quotas))
+    transport = httpx.ASGITransport(app=app, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post("/detokenize", json={"tokens": [*b"ab"]})
+        assert answer.json() == {"prompt": "ab"}
+        assert tokenizer.thread is not threading.current_thread()
+        with quotas.answering("127.0.0.1", 0):
+            assert (await client.post("/detokenize", json={"tokens": [1]})).status_code == 429
 
 
 class ClosedTokenizer(FakeTokenizer):

@@ -386,4 +386,6 @@ def test_every_error_has_an_answer() -> None:
         assert json.dumps(answer.body())
     assert api_error(Overloaded("full", 2.2)).headers["retry-after"] == "3"
     assert api_error(Overloaded("yours", 2.2, "tokens")).code == "rate_limit_exceeded"
+    for final in (errors.DeadlineExceeded("late"), errors.ModelDamaged("damaged")):
+        assert api_error(final).headers == {"x-should-retry": "false"}, "another try would do the work once more"
     assert "secret" not in api_error(RuntimeError("secret")).message

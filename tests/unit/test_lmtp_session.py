@@ -108,6 +108,8 @@ async def test_the_end_of_the_context_is_an_end(pipe: Pipe) -> None:
         ("GENERATE", {"prompt": [1], "model": "large"}, "There is no model 'large'"),
         ("SCORE", {"prompt": [1], "scored": []}, "scored"),
         ("SCORE", {"prompt": [1], "scored": [9999]}, "vocabulary"),
+        ("SCORE", {"prompt": [], "scored": [9999]}, "vocabulary"),
+        ("SCORE", {"prompt": [1], "scored": [2], "logit_bias": {"-5": 1}}, "logit_bias"),
     ],
 )
 async def test_a_mistake_is_the_streams_last_item(pipe: Pipe, command: str, fields: dict[str, Any], said: str) -> None:
@@ -137,6 +139,17 @@ async def test_a_number_that_is_open_is_not_given_twice(pipe: Pipe) -> None:
     assert "open already" in errors[0]["error"]
     assert len(items) == 21
     assert (await pipe.ask("GENERATE", prompt=[1], max_tokens=1))[-1]["finish_reason"]
+
+
+async def test_a_number_of_a_stream_has_64_bits(pipe: Pipe) -> None:
+    for stream_id in (1 << 63, -(1 << 63) - 1, 10**200):
+        await pipe.send("GENERATE", stream_id=stream_id, prompt=[1], max_tokens=1)
+        (item,) = pipe.items(stream_id)
+        assert "GENERATE: stream_id must be" in item["error"]
+    for stream_id in ((1 << 63) - 1, -(1 << 63)):
+        await pipe.send("GENERATE", stream_id=stream_id, prompt=[1], max_tokens=1)
+        await pipe.session.wait()
+        assert pipe.items(stream_id)[-1]["finish_reason"]
 
 
 async def test_too_many_streams_are_refused(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:

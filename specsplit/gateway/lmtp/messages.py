@@ -56,7 +56,7 @@ class Stream(BaseModel):
     """The fields that every request has. Those that we do not know are ignored, as the original server does."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-    stream_id: int = Field(strict=True)
+    stream_id: int = Field(strict=True, ge=-(1 << 63), lt=1 << 63)
     model: str | None = None
 
 
@@ -101,7 +101,7 @@ class Generate(Stream):
             self.presence_penalty,
             self.frequency_penalty,
             self.repetition_penalty,
-            tuple(bias for bias in (self.logit_bias or {}).items() if bias[0] < vocab_size),
+            _known_biases(self.logit_bias, vocab_size),
         )
 
 
@@ -111,6 +111,14 @@ class Score(Stream):
     prompt: Prompt = Field(default_factory=list[int])
     scored: Text
     logit_bias: dict[int, float] | None = None
+
+    def sampling(self, vocab_size: int) -> SamplingParams:
+        """Return the biases as those of a pick, checked as `Generate.sampling` does."""
+        return SamplingParams(logit_bias=_known_biases(self.logit_bias, vocab_size))
+
+
+def _known_biases(biases: Mapping[int, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    return tuple(bias for bias in (biases or {}).items() if bias[0] < vocab_size)
 
 
 class ModelInfo(Stream):

@@ -110,7 +110,7 @@ async def generate(
         )
 
 
-async def _sampling(asked: Generate, vocab_size: int) -> SamplingParams:
+async def _sampling(asked: Generate | Score, vocab_size: int) -> SamplingParams:
     """Return how tokens are picked; many biases are checked on a thread, so that no other answer stands still."""
     if len(asked.logit_bias or ()) <= _FEW_BIASES:
         return asked.sampling(vocab_size)
@@ -147,11 +147,14 @@ async def score(
     """Yield the items of the scored tokens.
 
     Raises:
-        InvalidRequest: nothing to score, or a text beside ids.
+        InvalidRequest: nothing to score, a text beside ids, an id that the model lacks, or a bias out of range.
     """
     prompt, scored = await _scored_ids(model, asked)
     if len(prompt) + len(scored) > model.identity.context:
         raise context_exceeded(len(prompt) + len(scored), model.identity)
+    vocab_size = model.identity.vocab_size
+    if max([*prompt, *scored]) >= vocab_size:  # the target does not see a first token
+        raise InvalidRequest(f"SCORE: there is a token id outside the vocabulary of {vocab_size}.")
     texts: _Texts | None = None
     if isinstance(asked.scored, str):
         # All of the prompt, not a token as context: a character of `scored` may begin in the prompt's last one.
@@ -162,7 +165,7 @@ async def score(
     values: list[TokenLogProb] = []
     if not prompt:  # nothing is known of a first token
         prompt, scored, values = scored[:1], scored[1:], [TokenLogProb(0.0)]
-    biases, orchestrator = tuple((asked.logit_bias or {}).items()), model.orchestrator(None)
+    biases, orchestrator = (await _sampling(asked, vocab_size)).logit_bias, model.orchestrator(None)
 
     async def ask() -> AsyncGenerator[Scores]:
         with answering(len(prompt) + len(scored)):

@@ -1,0 +1,110 @@
+"""Bodies as the clients of others send them: what is taken, what is refused, and that /openapi.json says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2 as httpx
+import jsonschema
+import pytest
+
+from specsplit.gateway.app import Gateway, create_app
+from specsplit.gateway.body import validated
+from specsplit.gateway.errors import ApiError
+from specsplit.gateway.models import ModelTable
+from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, StreamOptions, TokenizeBody
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"type": "text"},  # lm-eval
+        {"provider_specific_fields": {"a": 1}, "reasoning_content": "so", "thinking_blocks": None},  # LiteLLM
+        {"id": 5, "opts": {"visible": True}},  # CodeCompanion
+        {"tool_calls": [], "refusal": None, "annotations": [], "prefix": False},
+    ],
+)
+def test_what_clients_add_to_a_message_is_ignored(extra: dict[str, Any]) -> None:
+    for schema in (ChatBody, TokenizeBody):
+        assert validated(schema, {"messages": [{**MESSAGES[0], **extra}]}) == validated(schema, {"messages": MESSAGES})
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tool_calls": [{"id": "a"}]},
+        {"function_call": {"name": "f"}},
+        {"audio": {"id": "a"}},
+        {"prefix": True},
+        {"partial": True},
+    ],
+)
+def test_what_changes_the_text_of_a_message_is_refused(extra: dict[str, Any]) -> None:
+    (name,) = extra
+    with pytest.raises(ApiError, match=f"^{name} is not supported"):
+        validated(ChatBody, {"messages": [{"role": "assistant", "content": "x", **extra}]})
+
+
+def test_a_text_part_may_have_more_than_its_text() -> None:
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+    (message,) = validated(ChatBody, {"messages": [{"role": "user", "content": parts}]}).messages
+    assert message.content == "a\nb"
+    for part in ({"type": "image_url", "image_url": {"url": "x"}, "text": "a"}, {"type": "text"}, {"text": "a"}):
+        with pytest.raises(ApiError, match="this server takes text alone"):
+            validated(ChatBody, {"messages": [{"role": "user", "content": [part]}]})
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "vllm_xargs", "include_reasoning", "guided_decoding_backend", "other"])
+def test_a_null_of_any_name_asks_for_nothing(name: str) -> None:
+    asked: list[tuple[type[Body], dict[str, Any]]] = [
+        (ChatBody, {"messages": MESSAGES}),
+        (CompletionBody, {"prompt": "x"}),
+        (TokenizeBody, {"prompt": "x"}),
+        (StreamOptions, {"include_usage": True}),
+    ]
+    for schema, fields in asked:
+        assert validated(schema, {**fields, name: None}) == validated(schema, fields)
+        with pytest.raises(ApiError, match=f"^{name} is not a field"):
+            validated(schema, {**fields, name: 1})
+
+
+def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+BODIES: list[tuple[type[Body], dict[str, Any], bool]] = [
+    (CompletionBody, {"prompt": "x", "logit_bias": {"5": 1}, "stop": "a"}, True),
+    (CompletionBody, {"prompt": [1, 2], "logit_bias": None, "stop": None, "speculative": None}, True),
+    (CompletionBody, {"prompt": ["x", [1, 2]], "stop": ["a", "b"], "best_of": 1, "suffix": ""}, True),
+    (ChatBody, chat(tools=[], store=False, response_format={"type": "text"}, chat_template_kwargs=None), True),
+    (ChatBody, chat([{"type": "text", "text": "a", "cache_control": {}}], cache_salt=None), True),
+    (ChatBody, chat(chat_template_kwargs={"a": 1, "b": None}, stream=True, stream_options={}), True),
+    (ChatBody, {"messages": [{"role": "user", "content": "hi", "type": "text", "tool_calls": []}]}, True),
+    (TokenizeBody, {"prompt": "x", "add_special_tokens": True}, True),
+    (TokenizeBody, chat(add_special_tokens=False), True),
+    (CompletionBody, {"prompt": "x", "logit_bias": [[5, 1]]}, False),
+    (CompletionBody, {"prompt": []}, False),
+    (CompletionBody, {"prompt": "x", "stop": ["a"] * 99}, False),
+    (CompletionBody, {"prompt": "x", "stop": ""}, False),
+    (CompletionBody, {"prompt": "x", "best_of": 2}, False),
+    (ChatBody, chat(tools=[{"type": "function"}]), False),
+    (ChatBody, chat(tempreature=1), False),
+    (ChatBody, chat([{"type": "image_url"}]), False),
+    (ChatBody, {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, False),
+]
+
+
+async def test_the_description_takes_what_the_server_takes() -> None:
+    transport = httpx.ASGITransport(app=create_app(Gateway(models=ModelTable([]), version="1")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        document = (await client.get("/openapi.json")).json()
+    for schema, fields, is_taken in BODIES:
+        described = {**document, "$ref": f"#/components/schemas/{schema.__name__}"}
+        assert jsonschema.Draft202012Validator(described).is_valid(fields) == is_taken, fields
+        if is_taken:
+            validated(schema, fields)
+        else:
+            with pytest.raises(ApiError):
+                validated(schema, fields)
