@@ -60,3 +60,46 @@ async def test_a_session_that_waits_in_the_queue_outlives_its_time_to_live() -> 
     await target.close("young")
     target.check_integrity()
     await target.aclose()
+
+
+async def test_who_comes_back_takes_no_idle_session_that_is_not_enough() -> None:
+    clock = LateClock()
+    model, _ = hash_model("target", max_sessions=4, context=200, row_limit=300)
+    target = TargetEngine(model, ttl_s=1e6, clock=clock)
+    target.open_queue(8)
+    await verified(target, first("old", OLD[:6]))
+    await verified(target, first("small", [9] * 3))
+    await verified(target, first("young", [6] * 90))
+    await verified(target, script(SessionParams(), OLD, 6, 2, "old"))  # for which the youngest one has to go
+    clock.time_s = 8.0
+    await verified(target, script(SessionParams(), OLD, 189, 3, "old"))  # so that only the small one is idle for long
+    waiting = asyncio.create_task(verified(target, first("young", [6] * 150)))
+    await wait_until(lambda: target.load.num_waiting == 1)
+    assert (target.num_sessions, target.load.num_preempted) == (2, 1)
+    await verified(target, script(SessionParams(), [9] * 4, 3, 2, "small"))
+    assert not waiting.done()
+    await target.close("old")
+    await waiting
+    await asyncio.gather(target.close("young"), target.close("small"))
+    target.check_integrity()
+    await target.aclose()
+
+
+async def test_who_comes_back_may_take_an_idle_session_that_is_enough() -> None:
+    clock = LateClock()
+    model, _ = hash_model("target", max_sessions=4, context=200, row_limit=300)
+    target = TargetEngine(model, ttl_s=1e6, clock=clock)
+    await verified(target, first("old", OLD[:6]))
+    await verified(target, first("idle", [9] * 40))
+    await verified(target, first("young", [6] * 40))
+    await verified(target, script(SessionParams(), OLD, 6, 2, "old"))
+    clock.time_s = 8.0
+    await verified(target, script(SessionParams(), OLD, 189, 3, "old"))
+    with pytest.raises(SlotBehind):
+        await verified(target, script(SessionParams(), [6] * 41, 40, 2, "young"))
+    await verified(target, first("young", [6] * 41))
+    assert target.num_sessions == 2
+    with pytest.raises(SlotBehind):
+        await verified(target, script(SessionParams(), [9] * 41, 40, 2, "idle"))
+    await asyncio.gather(target.close("young"), target.close("old"))
+    await target.aclose()

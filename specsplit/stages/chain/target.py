@@ -19,7 +19,7 @@ from specsplit.engine.executor import Executor
 from specsplit.engine.measure import Probe
 from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.engine.session import TTL_S, WorkerSession
-from specsplit.engine.slots import Loan
+from specsplit.engine.slots import Loan, borrowed_slot
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.runner import Runner
@@ -64,7 +64,7 @@ class ChainTarget(CoordinatorTarget):
     ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
-        with self._sessions.slots.borrowed(loan) as slot:
+        with borrowed_slot(self._sessions.slots, loan) as slot:
             for start in range(0, len(token_ids), MAX_STEP_ROWS):
                 chunk = token_ids[start : start + MAX_STEP_ROWS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
