@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from specsplit.core.errors import Overloaded, SlotBehind
+from specsplit.core.errors import DeadlineExceeded, Overloaded, SlotBehind
 from specsplit.core.types import Proposal, SessionParams, Turn, Verdict
 from specsplit.engine.caller_limits import CallerLimits
+from specsplit.engine.executor import LoopExecutor
 from specsplit.target.engine import TargetEngine
 from tests.support.hash_model import hash_model
 from tests.support.rounds import script
 from tests.support.rpc_servers import wait_until
+from tests.support.virtual_time import LoopClock, run_virtual
 
 OLD, YOUNG = [5] * 190, [6] * 20
 
@@ -103,3 +106,48 @@ async def test_who_comes_back_may_take_an_idle_session_that_is_enough() -> None:
         await verified(target, script(SessionParams(), [9] * 41, 40, 2, "idle"))
     await asyncio.gather(target.close("young"), target.close("old"))
     await target.aclose()
+
+
+def test_the_longest_wait_of_one_call_costs_a_preempted_session_nothing() -> None:
+    async def main() -> None:
+        model, _ = hash_model("target", max_sessions=4, context=200, row_limit=216)
+        target = TargetEngine(model, LoopExecutor(), ttl_s=1e6, grace_s=1e6, clock=LoopClock())
+        target.open_queue(8)
+        await verified(target, first("old", OLD[:6]))
+        await verified(target, first("young", YOUNG))
+        await verified(target, script(SessionParams(), OLD, 6, 2, "old"))
+        waiting = asyncio.create_task(verified(target, first("young", YOUNG)))
+        await asyncio.sleep(200)
+        late = asyncio.create_task(verified(target, first("late", OLD[:150])))
+        with pytest.raises(DeadlineExceeded, match="300 s"):
+            await waiting
+        await asyncio.sleep(15)  # a session that was never let in would have lost its place in the queue by now
+        again = asyncio.create_task(verified(target, first("young", YOUNG)))
+        await asyncio.sleep(1)
+        assert not again.done()
+        await target.close("old")
+        await again
+        assert not late.done(), "the one that was let in first goes first"
+        await target.close("young")
+        await late
+        await target.close("late")
+        await target.aclose()
+
+    run_virtual(main)
+
+
+def test_a_request_whose_own_time_is_over_loses_its_place() -> None:
+    async def main() -> None:
+        model, _ = hash_model("target", max_sessions=4, context=200, row_limit=216)
+        target = TargetEngine(model, LoopExecutor(), ttl_s=1e6, grace_s=1e6, clock=LoopClock())
+        target.quotas.limit(CallerLimits(sessions=2))
+        await verified(target, first("old", OLD[:6]))
+        await verified(target, first("young", YOUNG))
+        await verified(target, script(SessionParams(), OLD, 6, 2, "old"))
+        with pytest.raises(DeadlineExceeded):
+            await verified(target, replace(first("young", YOUNG), max_wait_s=2.0))
+        with target.quotas.using(first("more", [8] * 4)):
+            pass
+        await target.aclose()
+
+    run_virtual(main)
