@@ -70,14 +70,17 @@ def score(
     values: list[TokenLogProb] = []
     bias = bias_row(params.sampling, model.vocab_size, model.runner.device)
     with borrowed_slot(sessions.slots, loan) as slot:
-        for start in range(0, len(token_ids), MAX_STEP_ROWS):
+        start = 0
+        while start < len(token_ids):
             chunk = token_ids[start : start + MAX_STEP_ROWS]
             # Row i of a chunk predicts token start + i + 1: the row of the prompt's last token is the first scored.
             num_scored = min(len(chunk), start + len(chunk) - len(prompt) + 1)
             logits = yield SequenceInput(slot.index, start, chunk, num_logits=max(1, num_scored))
-            if num_scored > 0:
-                wanted = scored[len(values) : len(values) + num_scored]
+            start += len(chunk)
+            if num_scored > 0:  # of which a step may have taken the first ones only
+                wanted = scored[len(values) : len(values) + len(logits)]
                 values += token_log_probs(logits, wanted, bias, params.top_logprobs or 0)
+                start = len(prompt) - 1 + len(values)
     if not all(math.isfinite(value.log_prob) for value in values):
         raise no_numbers(model)
     return tuple(values)

@@ -65,12 +65,15 @@ class ChainTarget(CoordinatorTarget):
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
         with borrowed_slot(self._sessions.slots, loan) as slot:
-            for start in range(0, len(token_ids), MAX_STEP_ROWS):
+            start = 0
+            while start < len(token_ids):
                 chunk = token_ids[start : start + MAX_STEP_ROWS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
                 wanted = tuple(scored[len(values) : len(values) + num_scored])
                 request = HeadRequest(params, wanted) if wanted else None
                 values += _answer((yield SequenceInput(slot.index, start, chunk, None, num_scored, request))).log_probs
+                # A step may have taken the first ones only.
+                start = len(prompt) - 1 + len(values) if wanted else start + len(chunk)
         if not all(math.isfinite(value.log_prob) for value in values):
             raise no_numbers(self._model)
         return tuple(values)
