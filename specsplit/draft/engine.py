@@ -13,6 +13,7 @@ from torch import Tensor
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import ROOT, Budget, Proposal, Timings, Turn, quantised_log_probs
 from specsplit.draft.tree import DraftTree
+from specsplit.engine.admission import WaitedLong
 from specsplit.engine.batch import MOST_ROUND_ROWS, Round
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
@@ -42,8 +43,9 @@ class DraftEngine(Engine):
 
         try:
             proposal, timings = await (self._run_opening(turn, run) if turn.may_open else run())
-        except DeadlineExceeded:
-            await to_its_end(self.close(turn.session))  # its request is over, and its slot is for others
+        except DeadlineExceeded as error:
+            if not isinstance(error, WaitedLong):  # its request is over, and its slot is for others
+                await to_its_end(self.close(turn.session))
             raise
         return proposal.timed(timings)
 

@@ -33,6 +33,10 @@ _KEPT_S = 10.0
 """Seconds for which whoever has waited for as long as one call may can come again to its place in the queue."""
 
 
+class WaitedLong(DeadlineExceeded):
+    """One call may wait no longer, but its request may: its place is kept for a call that follows soon."""
+
+
 def aged(since_s: float, priority: int) -> float:
     """Return the sort key of somebody who has waited since then: earlier by AGE_S for each level of priority."""
     # It never changes. Every later arrival, whatever its priority, ranks behind in the end, so nobody starves.
@@ -178,16 +182,17 @@ class AdmissionQueue:
 
         Raises:
             Overloaded: no place is left.
-            DeadlineExceeded: `max_wait_s` has passed since it came, or MAX_WAIT_S since this call; its place is kept
-                for a call that follows soon.
+            DeadlineExceeded: `max_wait_s` has passed since it came.
+            WaitedLong: MAX_WAIT_S has passed since this call.
             StaleRound: a later call has taken the place, or the session has been closed.
         """
         self._loop = loop = asyncio.get_running_loop()
         began_s = loop.time()
         arrived_s = began_s if arrived_s is None else arrived_s
         end_s = began_s + MAX_WAIT_S
-        if opening.max_wait_s is not None:
-            end_s = min(end_s, arrived_s + opening.max_wait_s)
+        late: type[DeadlineExceeded] = WaitedLong
+        if opening.max_wait_s is not None and arrived_s + opening.max_wait_s < end_s:
+            end_s, late = arrived_s + opening.max_wait_s, DeadlineExceeded
         waiter = self._join(opening, arrived_s)
         try:
             while True:
@@ -197,15 +202,15 @@ class AdmissionQueue:
                 # Whoever is sent away during it hears so; the caller gives back what came of it.
                 if self._may_try(waiter) and await try_take() and waiter.error is None:
                     return loop.time() - began_s
-                await self._wait_for_news(waiter, end_s)
+                await self._wait_for_news(waiter, end_s, late)
         finally:
             self._leave(waiter)
 
-    async def _wait_for_news(self, waiter: _Waiter, end_s: float) -> None:
+    async def _wait_for_news(self, waiter: _Waiter, end_s: float, late: type[DeadlineExceeded]) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() >= end_s and waiter.error is None:
             self._keep_place(waiter, loop.time())
-            raise DeadlineExceeded(f"No slot became free within the {waiter.opening.limit_s:.3g} s allowed.")
+            raise late(f"No slot became free within the {waiter.opening.limit_s:.3g} s allowed.")
         # Whoever left or was sent away during the attempt is no longer in the queue.
         pause_s = _TRY_S if self._may_try(waiter) else _REPORT_S
         with contextlib.suppress(TimeoutError):

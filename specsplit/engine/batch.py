@@ -1,7 +1,8 @@
 """A task is one piece of a session's work; a batch is the tasks whose next forwards run as one.
 
 Work comes as a generator: it yields the SequenceInput that it wants forwarded and is sent the logits, until it returns
-its result. Knows neither queues nor sessions.
+its result. Of a text to be scored a step may take the first rows only; then it is sent their logits, and yields what is
+left. Knows neither queues nor sessions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest, StaleRound
@@ -113,9 +113,9 @@ class Task:
     sequence: SequenceInput | None = None
     """Its next forward."""
     num_forwarded: int = 0
-    """The first rows of that forward which went with earlier steps."""
-    parts: list[Tensor] = field(default_factory=list[Tensor])
-    """The logits of those rows, as far as they were asked for."""
+    """The first rows of that forward which went with earlier steps; none of their logits was asked for."""
+    is_rest: bool = False
+    """A step has taken the first rows of a forward before it, so it may be cut as well, however short it is."""
     is_pending: bool = False
     """Its next forward is in a batch that has not come back."""
     lacks_rows: bool = False
@@ -164,7 +164,7 @@ class Task:
         sequence = self.sequence
         return (
             type(sequence) is SequenceInput
-            and len(sequence.token_ids) > MOST_ROUND_ROWS
+            and (len(sequence.token_ids) > MOST_ROUND_ROWS or self.is_rest)
             and sequence.parents is None
             and (sequence.num_logits == 1 or self.session is None)
         )
@@ -176,34 +176,21 @@ class Task:
         tokens = self.sequence.token_ids[first : first + count]
         num_logits, request = self._num_logits_of(count), self.sequence.head_request
         if request is not None:
-            request = request.of_rows(max(0, -self._num_before_logits), num_logits) if num_logits > 0 else None
+            request = request.of_first(num_logits) if num_logits > 0 else None
         return SequenceInput(self.sequence.slot, base_length + first, tokens, None, max(1, num_logits), request)
 
     def _num_logits_of(self, count: int) -> int:
-        # Rows of the forward: [no logits | num_logits of them), of which the part is [first, first + count).
-        return count - max(0, self._num_before_logits)
-
-    @property
-    def _num_before_logits(self) -> int:
-        """Rows still to be forwarded before the first one whose logits are wanted; negative behind it."""
+        # Rows of the forward: [no logits | num_logits of them), of which the part is [num_forwarded, ... + count).
         assert self.sequence is not None, "a task that is ready has one"
-        return len(self.sequence.token_ids) - self.sequence.num_logits - self.num_forwarded
+        return self.num_forwarded + count - (len(self.sequence.token_ids) - self.sequence.num_logits)
 
     def take_part(self, count: int, logits: Tensor) -> Tensor | None:
-        """Count the next rows of its forward as done; return the logits of the forward with its last part."""
-        assert self.sequence is not None, "a task that is ready has one"
-        has_logits, request = self._num_logits_of(count) > 0, self.sequence.head_request
-        self.num_forwarded += count
+        """Count the next rows of its forward as done; return their logits if some were asked for, or with the last."""
+        is_answer = self._num_logits_of(count) > 0 or count == self.num_rows
+        self.is_rest = is_answer and count < self.num_rows
+        self.num_forwarded = 0 if is_answer else self.num_forwarded + count
         self.times.ready_s = time.perf_counter()
-        if self.num_rows > 0:
-            if has_logits:  # the runner may write the next ones into the same memory
-                self.parts.append(logits.clone() if request is None else logits)
-            return None
-        self.num_forwarded, parts = 0, [*self.parts, logits]
-        self.parts.clear()
-        if len(parts) == 1:
-            return logits
-        return torch.cat(parts) if request is None else request.join(parts)
+        return logits if is_answer else None
 
     def join(self) -> asyncio.Future[TaskOutcome]:
         """Return a future of the outcome; if too many wait for a round, the oldest is sent away."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specsplit.core.errors import ModelDamaged
 from specsplit.engine.session import SessionTable
-from specsplit.engine.slots import Loan
+from specsplit.engine.slots import Loan, borrowed_slot
 from specsplit.model.attention.head_work import HeadWork
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
@@ -47,7 +47,7 @@ class Probe:
         sizes = [rows for rows in _ROWS if rows <= limit]
         times: dict[int, float] = {}
         end_s = time.perf_counter() + BUDGET_S
-        with sessions.slots.borrowed(Loan(limit)) as slot:
+        with borrowed_slot(sessions.slots, Loan(limit)) as slot:
             # The first forward of all warms caches up and is never the best.
             for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
                 if number >= _NUM_FIRST and time.perf_counter() > end_s:
@@ -65,7 +65,7 @@ class Probe:
             ModelDamaged: its logits are not numbers.
             NoFreeSlot: every slot is in use.
         """
-        with sessions.slots.borrowed(Loan(1)) as slot:
+        with borrowed_slot(sessions.slots, Loan(1)) as slot:
             logits = yield SequenceInput(slot.index, 0, [0], head_request=self.head_request)
         if not self.are_numbers(logits):
             raise ModelDamaged(f"{model.name} computes logits that are not numbers.")

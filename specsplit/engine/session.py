@@ -165,6 +165,7 @@ class WorkerSession:
             return
         del self.ids[length:], self.hashes[length:]
         self.slot.length = length
+        self.num_reused = min(self.num_reused, length)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commit tokens whose rows already lie behind the slot's length."""
@@ -259,13 +260,10 @@ class SessionTable:
         if session is None:
             if turn.base_length or turn.opening is None:
                 raise SlotBehind(0, is_preempted=self.seniority.preempted_since(turn.session) is not None)
-            self._check_may_return(turn.session)
-            num_rows = first_rows(self._model, turn)
-            slot, match = self.slots.begin(turn.tail, salt(turn.opening), self.open_sessions, num_rows)
-            session = self._add(turn.session, slot, turn.opening.priority)
-            session.reuse(match)
-        elif session.epoch < 0 and turn.opening is not None and not turn.base_length:
-            session.reuse(self.slots.fill(session.slot, turn.tail, salt(turn.opening), self._sessions.values()))
+            session = self._open(turn, turn.opening)
+        elif session.epoch < 0 and turn.may_open and turn.opening is not None and not session.ids:
+            # Since `try_open` others may have computed what it begins with.
+            session.reuse(self.slots.fill(session.slot, turn.tail, salt(turn.opening), self.open_sessions))
         try:
             if not session.admit(turn, body):
                 if turn.opening is not None:
@@ -283,13 +281,12 @@ class SessionTable:
 
     def try_open(self, turn: Turn) -> bool:
         """Give a session a slot before its first turn; return False if there is no slot, or no row, for it."""
+        assert turn.opening is not None, "a turn that opens its session has its parameters"
         if turn.session not in self._sessions:
             try:
-                self._check_may_return(turn.session)
-                slot = self.slots.take(first_rows(self._model, turn))
+                self.leave(self._open(turn, turn.opening))
             except NoFreeSlot:
                 return False
-            self.leave(self._add(turn.session, slot, turn.opening.priority if turn.opening is not None else 0))
         return True
 
     def preempt(self, session: WorkerSession) -> None:
@@ -297,14 +294,16 @@ class SessionTable:
         self.seniority.preempt(session.key, session.caller)  # first, so that its end is none that others wait for
         self._free(session)
 
-    def _add(self, key: str, slot: Slot, priority: int) -> WorkerSession:
-        self.seniority.open(key, priority)
-        return self._sessions.setdefault(key, WorkerSession(key, slot))
-
-    def _check_may_return(self, key: str) -> None:
-        while not self.seniority.may_return(key):
-            if not self.evict_idle():
-                raise NoFreeSlot("The memory of this session went to older ones; try again when one has ended.")
+    def _open(self, turn: Turn, params: SessionParams) -> WorkerSession:
+        # An idle session that could be evicted is as good as one that has ended: it would go before this one.
+        if not (self.seniority.may_return(turn.session) or self.idle.evictable()):
+            raise NoFreeSlot("The memory of this session went to older ones; try again when one has ended.")
+        num_rows = first_rows(self._model, turn)
+        slot, match = self.slots.begin(turn.tail, salt(params), self.open_sessions, num_rows)
+        self.seniority.open(turn.session, params.priority)
+        session = self._sessions[turn.session] = WorkerSession(turn.session, slot)
+        session.reuse(match)
+        return session
 
     def close_unused(self, key: str) -> None:
         """Free the slot of a session that never had a turn."""

@@ -8,7 +8,7 @@ Knows no turns; only the executor touches it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from specsplit.core import defaults
@@ -112,13 +112,14 @@ class Slots:
         Raises:
             NoFreeSlot: every slot is in use, or too many rows are.
         """
+        # Whoever waits tries again and again: the tail is hashed only if there is room.
+        self._find_room(self.rows.rows_for(num_rows), None, None)
         match = self._match(tail, salt, sessions)
-        warm = self._warm.get(match.holder.slot.index) if match is not None else None
-        if match is not None and warm is not None and warm is match.holder and self._may_take_over(match, num_rows):
-            self._take_over(warm, num_rows)
-            self._cache.clear_rows(warm.slot.index, match.length)
+        if match is not None and self._try_take_over(match, num_rows):
+            self._cache.clear_rows(match.holder.slot.index, match.length)
             self.num_reused += match.length
-            return warm.slot, match
+            return match.holder.slot, match
+        warm = self._warm.get(match.holder.slot.index) if match is not None else None
         # Rows are copied from it after the slot is there, so it is the last to be given up.
         slot = self.take(num_rows, but=warm)
         # To make room for its rows, the one with the match may have been given up.
@@ -149,20 +150,6 @@ class Slots:
                 return False
             self._drop_warm(None)
         return True
-
-    @contextmanager
-    def borrowed(self, loan: Loan) -> Generator[Slot]:
-        """Give an empty slot for the length of the block.
-
-        Raises:
-            NoFreeSlot: every slot is in use, or too many rows are.
-        """
-        slot = self.take(loan.num_rows, loan=loan)
-        loan.slot = slot.index
-        try:
-            yield slot
-        finally:
-            self.release(slot)
 
     def keep(self, session: Holder) -> None:
         """Keep the slot of a session that has ended as a warm one, if rows are reused at all."""
@@ -209,15 +196,17 @@ class Slots:
         is_lent = is_free or first is None or not _has_few_more(match, first)
         return match.is_whole or not (has_room and is_lent and self._cache.can_copy)
 
-    def _take_over(self, warm: WarmSlot, num_rows: int) -> None:
-        """Make a warm slot that of a session which needs `num_rows`."""
-        del self._warm[index := warm.slot.index]
-        try:
-            self._make_room(self.rows.lacking(index, num_rows), own=index)
-        except NoFreeSlot:
+    def _try_take_over(self, match: Match, num_rows: int) -> bool:
+        """Make the warm slot of a match that of a session which needs `num_rows`; return False if it stays warm."""
+        index = match.holder.slot.index
+        warm = self._warm.pop(index, None) if self._may_take_over(match, num_rows) else None
+        if warm is not None:
+            with suppress(NoFreeSlot):  # it may keep more rows than the session needs
+                self._make_room(self.rows.lacking(index, num_rows), own=index)
+                self.rows.reserve(index, num_rows)
+                return True
             self._warm[index] = warm
-            raise
-        self.rows.try_reserve(index, num_rows)
+        return False
 
     def _headroom(self, own: int | None = None, without: Collection[int] = ()) -> int:
         """Return the rows that stay free for the sessions that are there, but for those in `own` and `without`."""
@@ -233,6 +222,16 @@ class Slots:
         Raises:
             NoFreeSlot: all of them together would not be enough; none was given up.
         """
+        num_slots, num_rows, others = self._find_room(num_rows, own, loan)
+        while not self._has_room(num_slots, num_rows, own):
+            self._drop_warm(but) if self._warm else next(each for each in others if each.slots()).take_one()
+
+    def _find_room(self, num_rows: int, own: int | None, loan: Loan | None) -> tuple[int, int, list[Reclaim]]:
+        """Return how many slots and rows have to be free, with the due loan's, and who else gives some up for them.
+
+        Raises:
+            NoFreeSlot: all of them together would not be enough.
+        """
         due, num_slots = self.due, int(own is None)
         if due is not None and due is not loan and due.slot is None:
             num_slots, num_rows = num_slots + 1, num_rows + self.rows.rows_for(due.num_rows)
@@ -243,8 +242,7 @@ class Slots:
             is_full = self._pool.num_used - len(possible) + num_slots > self.num_slots
             num_kept = self.rows.num_reserved - self.rows.reserved_by(possible)
             raise NoFreeSlot(all_in_use(self.num_slots) if is_full else _too_few(num_rows, num_kept, self.rows.limit))
-        while not self._has_room(num_slots, num_rows, own):
-            self._drop_warm(but) if self._warm else next(each for each in others if each.slots()).take_one()
+        return num_slots, num_rows, others
 
     def _has_room(self, num_slots: int, num_rows: int, own: int | None, without: Collection[int] = ()) -> bool:
         """Whether so many slots and rows are free, were those of `without` given up."""
@@ -264,6 +262,21 @@ class Slots:
         self._cache.copy_rows(match.holder.slot.index, slot.index, match.length)
         self.num_reused += match.length
         return match
+
+
+@contextmanager
+def borrowed_slot(slots: Slots, loan: Loan) -> Generator[Slot]:
+    """Give an empty slot for the length of the block.
+
+    Raises:
+        NoFreeSlot: every slot is in use, or too many rows are.
+    """
+    slot = slots.take(loan.num_rows, loan=loan)
+    loan.slot = slot.index
+    try:
+        yield slot
+    finally:
+        slots.release(slot)
 
 
 def _has_few_more(match: Match, first: WarmSlot) -> bool:

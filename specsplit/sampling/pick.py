@@ -33,7 +33,9 @@ def scores(processed: Tensor, temperature: float, noise: Tensor | None) -> Tenso
     assert noise is not None, "a temperature above 0 needs noise"
     exact = processed.to(torch.float64, copy=True)
     # Counted from the row's maximum, so that a tiny temperature overflows to -inf only.
-    return exact.sub_(exact.amax(-1, keepdim=True)).div_(temperature).add_(noise)
+    # A GPU would multiply by the reciprocal of a plain number: infinity if it is tiny, and often another last bit.
+    divisor = exact.new_full((), temperature)
+    return exact.sub_(exact.amax(-1, keepdim=True)).div_(divisor).add_(noise)
 
 
 def pick(scores: Tensor) -> Tensor:

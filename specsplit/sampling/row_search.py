@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -53,11 +52,8 @@ class RowSearch:
         """Return it as a step's layout has it: kind, key, and the bits of the temperature as a float64."""
         return np.array([self.kind, self.key, np.float64(self.temperature).view(np.uint64)], np.uint64).view(np.int64)
 
-    def of_rows(self, first: int, count: int) -> RowSearch:
+    def of_first(self, count: int) -> RowSearch:
         return self
-
-    def join(self, answers: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(answers))
 
 
 def search_of(params: SamplingParams, seed: int, choice: int) -> RowSearch | None:

@@ -72,6 +72,8 @@ def _kept(values: Logits, ids: Logits, total: float, params: SamplingParams) -> 
     size = len(values)
     if params.top_k:
         size = _count(values, values[params.top_k - 1])
+        if size == len(values) and math.isfinite(values[-1]):  # others beyond the list may be as good
+            return None
     border_size = size
     if params.top_p < 1:
         with np.errstate(over="ignore"):

@@ -7,7 +7,7 @@ Legend: T rows of the packet, all sessions together; H hidden size; R rows whose
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from enum import IntEnum
 
 from specsplit.core.errors import InvalidPacket
@@ -84,14 +84,9 @@ class HeadRequest:
     params: SessionParams
     scored: tuple[int, ...] = ()
 
-    def of_rows(self, first: int, count: int) -> HeadRequest:
-        """Return the request for `count` of the wanted rows, from `first` on."""
-        return HeadRequest(self.params, self.scored[first : first + count])
-
-    def join(self, answers: Sequence[PacketSession]) -> PacketSession:
-        """Return the answer for rows that were asked for in parts, in their order."""
-        log_probs = tuple(value for answer in answers for value in answer.log_probs)
-        return replace(answers[-1], num_logits=sum(answer.num_logits for answer in answers), log_probs=log_probs)
+    def of_first(self, count: int) -> HeadRequest:
+        """Return the request for the first `count` of the wanted rows."""
+        return HeadRequest(self.params, self.scored[:count])
 
 
 @record

@@ -26,6 +26,7 @@ from specsplit.core.types import (
     Turn,
     Verdict,
 )
+from specsplit.engine.admission import WaitedLong
 from specsplit.engine.batch import MOST_ROUND_ROWS, Round
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
@@ -69,8 +70,9 @@ class TargetEngine(Engine):
 
         try:
             verdict, timings = await (self._run_opening(turn, run) if turn.may_open else run())
-        except DeadlineExceeded:
-            await to_its_end(self.close(turn.session))  # its request is over, and its slot is for others
+        except DeadlineExceeded as error:
+            if not isinstance(error, WaitedLong):  # its request is over, and its slot is for others
+                await to_its_end(self.close(turn.session))
             raise
         return verdict.timed(timings)
 

@@ -11,7 +11,7 @@ from specsplit.core.errors import ContextExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
 from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.engine.session import SessionTable
-from specsplit.engine.slots import Loan
+from specsplit.engine.slots import Loan, borrowed_slot
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.log_probs import token_log_probs
@@ -69,15 +69,18 @@ def score(
     token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
     values: list[TokenLogProb] = []
     bias = bias_row(params.sampling, model.vocab_size, model.runner.device)
-    with sessions.slots.borrowed(loan) as slot:
-        for start in range(0, len(token_ids), MAX_STEP_ROWS):
+    with borrowed_slot(sessions.slots, loan) as slot:
+        start = 0
+        while start < len(token_ids):
             chunk = token_ids[start : start + MAX_STEP_ROWS]
             # Row i of a chunk predicts token start + i + 1: the row of the prompt's last token is the first scored.
             num_scored = min(len(chunk), start + len(chunk) - len(prompt) + 1)
             logits = yield SequenceInput(slot.index, start, chunk, num_logits=max(1, num_scored))
-            if num_scored > 0:
-                wanted = scored[len(values) : len(values) + num_scored]
+            start += len(chunk)
+            if num_scored > 0:  # of which a step may have taken the first ones only
+                wanted = scored[len(values) : len(values) + len(logits)]
                 values += token_log_probs(logits, wanted, bias, params.top_logprobs or 0)
+                start = len(prompt) - 1 + len(values)
     if not all(math.isfinite(value.log_prob) for value in values):
         raise no_numbers(model)
     return tuple(values)

@@ -159,6 +159,14 @@ def test_picks_of_rows_without_a_finite_best_are_those_of_whole_rows() -> None:
         assert picked_ids(searched) == picked_ids(logits[rows])
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-30, 0.3, 0.7, 1.9])
+def test_scores_are_divided_as_on_a_cpu(temperature: float) -> None:
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(2)).round(decimals=1)
+    noise = gumbel_rows(3, 0, 5, 4, 5000)
+    ours = scores(logits.cuda(), temperature, noise.cuda())
+    assert torch.equal(ours.cpu(), scores(logits, temperature, noise))
+
+
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_rounded_target_gives_the_text_of_plain_decoding(form: WeightFormat) -> None:
     texts: list[str] = []

@@ -57,6 +57,19 @@ def test_flat_rows_and_ties_give_the_same_or_nothing(seed: int, cuts: dict[str, 
     check_shortlist(logits, SamplingParams(temperature=1.0, **cuts), 3)  # type: ignore[arg-type]
 
 
+@given(st.integers(0, 2**31), st.sampled_from([5, 10, 39]), st.sampled_from([0.0, 3.0, 5.5, 7.0]))
+def test_equals_at_the_border_of_top_k_count_all(seed: int, num_raised: int, height: float) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:num_raised]] = height
+    check_shortlist(logits, SamplingParams(temperature=1.0, top_k=40, top_p=0.5), 1)
+
+
+def test_equals_without_mass_at_the_border_of_top_k_do_not_count() -> None:
+    logits = torch.full((1, VOCAB), -math.inf)
+    logits[0, 100:110] = torch.arange(10.0)
+    check_shortlist(logits, SamplingParams(temperature=1.0, top_k=40, top_p=0.9), 1, is_sure=True)
+
+
 def test_rows_that_are_no_numbers_have_no_best() -> None:
     logits = torch.full((2, VOCAB), math.nan)
     logits[1] = -math.inf

@@ -14,13 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specsplit.core.errors import NoFreeSlot, SlotBehind
-from specsplit.core.types import Budget, Proposal, SamplingParams, prefix_hashes
+from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, prefix_hashes
 from specsplit.draft.engine import DraftEngine
+from specsplit.engine.executor import LoopExecutor
 from specsplit.engine.prefix_match import LEAST_REUSED, longest_match
+from specsplit.engine.session import SessionTable
 from specsplit.engine.slots import WarmSlot
 from specsplit.model.kv_cache import Slot
 from specsplit.target.engine import TargetEngine
 from tests.support.chains import Shards, opened
+from tests.support.hash_model import hash_model
 from tests.support.packs import DTYPES, require_packs
 from tests.support.reuse import HOT, MAX_SESSIONS, Served, answer, folder, load, new_key
 from tests.support.rounds import params_of, random_prompt, script, verdicts
@@ -303,3 +306,43 @@ def test_the_longest_match_is_that_of_a_plain_comparison(held: list[list[int]], 
     lengths = [min(common([*beginning, *ids]), len(wanted) - 1) for ids in held]
     assert (match.length if match is not None else None) == max(lengths, default=None)
     assert longest_match(wanted, "someone else", holders) is None
+
+
+@pytest.mark.parametrize(("num_slots", "can_copy"), [(1, True), (3, False), (3, True)])
+async def test_who_waits_for_a_slot_reuses_rows_as_well(num_slots: int, *, can_copy: bool):
+    model, runner = hash_model("target", max_sessions=num_slots)
+    runner.cache.can_copy = can_copy
+    target, prompt = TargetEngine(model, LoopExecutor()), [*range(30), *range(30)]
+    target.open_queue(8)
+    told = await asyncio.gather(*[answer(target, [*prompt, n], 2, sampling=SamplingParams()) for n in range(8)])
+    assert sorted(each.num_reused for each in told) == [0] * num_slots + [60] * (8 - num_slots)
+    await target.aclose()
+
+
+async def test_a_slot_with_more_rows_than_there_is_room_for_is_given_up():
+    """A chain's warm slot keeps all its rows, and with them others would have too few to go on."""
+    model, runner = hash_model("target", max_sessions=2, context=200, row_limit=264)
+    runner.cache.can_copy = runner.cache.can_return = False
+    target, prompt = TargetEngine(model, LoopExecutor()), [n % 37 for n in range(190)]
+    await answer(target, prompt, 1, sampling=SamplingParams())
+    await target.verify(script(SessionParams(), [5] * 8, 0, 1, "open"), Proposal(1, 7))
+    told = await answer(target, [*prompt[:20], 3], 1, sampling=SamplingParams())
+    assert told.num_forwarded + told.num_reused == 21
+    await target.close("open")
+    await target.aclose()
+
+
+def test_a_later_text_counts_only_the_rows_that_it_reuses():
+    model, _ = hash_model("target", max_sessions=1)
+    table, prompt = SessionTable(model), list(range(40))
+    ended = table.enter(script(SessionParams(), prompt, 0, 1, "ended"), None)
+    ended.extend(prompt)
+    ended.answer = "an answer"
+    table.leave(ended)
+    table.close("ended")
+    assert table.try_open(script(SessionParams(), [*prompt, 7], 0, 1, "waits"))
+    turn = script(SessionParams(), [*prompt[:20], 9], 0, 1, "waits")
+    session = table.enter(turn, None)
+    assert session.num_reused == 40
+    session.truncate(session.common_length(turn))
+    assert session.num_reused == 20

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams
 from specsplit.draft.engine import DraftEngine
@@ -95,6 +96,28 @@ async def test_a_prompt_alone_takes_steps_of_the_limit() -> None:
         assert [sum(sizes) for sizes in steps] == expected
         assert verdict.timings.num_forwards == len(expected)
         await target.aclose()
+
+
+async def test_a_text_scored_in_parts_needs_no_memory_for_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 311 MiB")
+
+    alone, _ = limited("target", (None, None))
+    target, steps = limited("target", (90, None))
+    assert isinstance(target, TargetEngine)
+    assert isinstance(alone, TargetEngine)
+    turns = [script(SessionParams(), letters(600, user), 0, 1, f"user {user}") for user in range(2)]
+    expected = await alone.score(letters(300, 7), letters(350, 8), top_logprobs=2)
+    with monkeypatch.context() as short:
+        for owner, name in ((torch, "cat"), (torch.Tensor, "clone")):
+            short.setattr(owner, name, fail)
+        scoring = target.score(letters(300, 7), letters(350, 8), top_logprobs=2)
+        scores, *_ = await asyncio.gather(scoring, *[target.verify(turn, Proposal(1, 599)) for turn in turns])
+    assert scores.log_probs == expected.log_probs
+    assert sum(map(sum, steps)) == 300 + 349 + 2 * 600
+    assert len([sizes for sizes in steps if len(sizes) > 1]) > 4
+    for engine in (alone, target):
+        await engine.aclose()
 
 
 async def test_a_draft_takes_its_prompt_in_chunks_as_well() -> None:

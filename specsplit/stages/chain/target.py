@@ -19,7 +19,7 @@ from specsplit.engine.executor import Executor
 from specsplit.engine.measure import Probe
 from specsplit.engine.prompt_budget import MAX_STEP_ROWS
 from specsplit.engine.session import TTL_S, WorkerSession
-from specsplit.engine.slots import Loan
+from specsplit.engine.slots import Loan, borrowed_slot
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.runner import Runner
@@ -64,13 +64,16 @@ class ChainTarget(CoordinatorTarget):
     ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
-        with self._sessions.slots.borrowed(loan) as slot:
-            for start in range(0, len(token_ids), MAX_STEP_ROWS):
+        with borrowed_slot(self._sessions.slots, loan) as slot:
+            start = 0
+            while start < len(token_ids):
                 chunk = token_ids[start : start + MAX_STEP_ROWS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
                 wanted = tuple(scored[len(values) : len(values) + num_scored])
                 request = HeadRequest(params, wanted) if wanted else None
                 values += _answer((yield SequenceInput(slot.index, start, chunk, None, num_scored, request))).log_probs
+                # A step may have taken the first ones only.
+                start = len(prompt) - 1 + len(values) if wanted else start + len(chunk)
         if not all(math.isfinite(value.log_prob) for value in values):
             raise no_numbers(self._model)
         return tuple(values)
