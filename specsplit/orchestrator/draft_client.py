@@ -139,8 +139,10 @@ class DraftClient:
             asking = spans.around(asking, "propose", _span_attributes, max_nodes=nodes, max_depth=depth)
         answer = await asking
         if isinstance(answer, Proposal):
-            # The nodes of a late answer are not counted: nobody has them, so the draft is to offer them again.
-            self._num_known_nodes = max(self._num_known_nodes, answer.first_node + len(answer.token_ids) - 1)
+            # The nodes of a late answer are not counted, nor those beyond what was asked for: nobody has them, so the
+            # draft is to offer them again.
+            num_taken = min(len(answer.token_ids), budget.max_new_nodes)
+            self._num_known_nodes = max(self._num_known_nodes, answer.first_node + num_taken - 1)
             self._cooldown.num_failures = self._peer.cooldown.num_failures = 0
             self.asked_s = asked_s
             self._stats.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
