@@ -112,7 +112,7 @@ class ClientOptions(RequestOptions, total=False):
     retry: float
     """Seconds for which a target that cannot be reached is tried again."""
     draft_patience: float
-    """Seconds that a round waits for the draft at least."""
+    """Seconds after which a draft counts as slow, if a tree is not worth a longer wait; `auto` waits less."""
     audit: float
     """Share of the rounds that another target recomputes."""
     auditor: str

@@ -90,7 +90,7 @@ Retry = Annotated[
     option("--retry", _SERVICES, "Seconds for which a target that cannot be reached is tried again.", metavar="S"),
 ]
 DraftPatience = Annotated[
-    float, option("--draft-patience", _SERVICES, "Seconds that a round waits for the draft, at least.", metavar="S")
+    float, option("--draft-patience", _SERVICES, "Seconds after which the draft counts as slow, at least.", metavar="S")
 ]
 
 Audit = Annotated[

@@ -270,7 +270,7 @@ class OrchestratorSettings(LinkSettings):
     timeout: PositiveNumber | None = None  # seconds from the request to its deadline
     retry: Seconds = defaults.RETRY_S  # seconds for which an unreachable target is tried again
     draft_patience: PositiveNumber = defaults.DRAFT_PATIENCE_S
-    """Seconds for which a proposal is waited for, at least, before the round goes on without it."""
+    """Seconds after which a draft counts as slow, at least; no round waits longer, and those of `auto` less."""
     audit: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the rounds that another target recomputes
     auditor: Address | None = None  # a target that is trusted to do that, and serves nobody; else replicas do it
 

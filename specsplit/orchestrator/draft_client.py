@@ -10,8 +10,10 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Coroutine, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median_low
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, Overloaded, SlotBehind, SpecSplitError
 from specsplit.core.types import Budget, Identity, Proposal, SessionParams, Turn
@@ -22,7 +24,6 @@ from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
 from specsplit.speculation.constants import EXPLORED_ROUNDS
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_times import RunningMedian
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ PATIENCE = 3
 """How often its usual time a draft is waited for where that time is known; a verify's time is added."""
 MAX_CAUGHT_UP_TOKENS = 64
 """With more tokens than this to take in, the draft is catching up."""
+_VERIFIES = 5
 _Waiter = asyncio.Future[Answer]
 
 
@@ -39,11 +41,41 @@ class _InvalidProposal(SpecSplitError):
     """The draft's answer makes no sense."""
 
 
-class DraftClient:
-    """One session's draft. Between `enter` and `close` a draft that fails is pinged until it answers.
+class DraftPatience:
+    """How long the rounds of one session wait for its draft.
 
     A tree is waited for as long as the verifies of its depth take, and at least `draft_s` of the retry policy; then the
     draft counts as slow. Where its usual time is known, as in `auto`, no round waits beyond a few times that.
+    """
+
+    def __init__(self, draft_s: float, contract: SessionContract, stats: SpeculationStats) -> None:
+        self.is_over = False
+        """Whether the draft is at work on a tree for so long that it counts as slow."""
+        self._draft_s, self._contract, self._stats = draft_s, contract, stats
+        self._verifies_s: deque[float] = deque(maxlen=_VERIFIES)
+
+    def observe(self, verify_s: float) -> None:
+        """Count a verify; that of the prompt is none, since it says nothing of what a tree can save."""
+        self._verifies_s.append(verify_s)
+
+    def limits_s(self, budget: Budget) -> tuple[float, float]:
+        """Return how long a round waits for a tree, and when the draft counts as slow."""
+        verify_s = median_low(self._verifies_s) if self._verifies_s else 0.0
+        slow_s, stats = max(self._draft_s, budget.max_depth * verify_s), self._stats
+        if not stats.plans or slow_s == math.inf:
+            return slow_s, slow_s
+        if self._contract.num_missing > MAX_CAUGHT_UP_TOKENS:
+            return min(verify_s, slow_s), slow_s  # a draft that takes in a prompt does not keep to its usual time
+        times, nodes, depth = stats.times, budget.max_new_nodes, budget.max_depth
+        # Nobody knows yet whether the first trees are worth the way to a draft that is far.
+        is_known = times.num_proposals >= EXPLORED_ROUNDS
+        usual_s = PATIENCE * times.draft_s(nodes, depth) if is_known else times.levels_s(nodes, depth)
+        return min(usual_s + verify_s, slow_s), slow_s
+
+
+class DraftClient:
+    """One session's draft. Between `enter` and `close` a draft that fails is pinged until it answers.
+
     One tokenizer may come with embeddings of two sizes: once the target has picked a token beyond the draft's
     (its padding), the draft cannot follow the text and is not asked any more.
     """
@@ -52,15 +84,14 @@ class DraftClient:
         self.contract = contract
         self.asked_s = 0.0
         """When the call began that was answered last."""
-        self.verify_s = RunningMedian(0.0)
-        """Seconds of the session's verifies but the prompt's, which says nothing of what a tree can save."""
+        self.patience = DraftPatience(retrier.policy.draft_s, contract, stats)
+        self.is_busy = False
+        """Whether a call that was waited for is under way, perhaps in the background."""
         self._peer, self._retrier, self._stats = peer, retrier, stats
         self._loop = asyncio.get_running_loop()
         self._cooldown, self._earlier = Cooldown(), peer.closings.before()
         self._num_known_nodes = 0
         self._in_background: asyncio.Task[None] | None = None
-        self._is_slow = False
-        """Whether the call in the background has taken as long as its tree is worth."""
 
     def enter(self) -> None:
         """Count this session with the peer, which pings a failing draft as long as a session could use it."""
@@ -69,7 +100,7 @@ class DraftClient:
     @property
     def trouble(self) -> Reason | None:
         """Why the draft would not be asked now, None if it would."""
-        if self._is_slow:
+        if self.patience.is_over:
             return "slow"
         peer = self._peer
         if peer.trouble is not None:
@@ -82,35 +113,13 @@ class DraftClient:
     @property
     def is_well(self) -> bool:
         """Whether it would be asked now."""
-        return self.trouble is None and self._in_background is None
+        return not self.is_busy and self.trouble is None
 
     @property
     def context(self) -> int:
         """Tokens that a session of the draft may hold; unbounded while it is not known."""
         identity = self._peer.identity
         return identity.context if identity is not None else sys.maxsize
-
-    @property
-    def num_missing(self) -> int:
-        """Committed tokens that the draft is not known to hold."""
-        return len(self.contract.history) - self.contract.num_held
-
-    def worth_s(self, max_depth: int) -> float:
-        """Return how long a tree of `max_depth` levels is worth waiting for; a draft that takes longer is slow."""
-        return max(self._retrier.policy.draft_s, max_depth * self.verify_s.value)
-
-    def wait_s(self, budget: Budget) -> float:
-        """Return how long a round waits for a tree."""
-        worth_s, verify_s = self.worth_s(budget.max_depth), self.verify_s.value
-        if not self._stats.plans or worth_s == math.inf:
-            return worth_s
-        if self.num_missing > MAX_CAUGHT_UP_TOKENS:
-            return min(worth_s, verify_s)  # a draft that takes in a prompt does not keep to its usual time
-        times, nodes, depth = self._stats.times, budget.max_new_nodes, budget.max_depth
-        # Nobody knows yet whether the first trees are worth the way to a draft that is far.
-        is_known = times.num_proposals >= EXPLORED_ROUNDS
-        usual_s = PATIENCE * times.draft_s(nodes, depth) if is_known else times.levels_s(nodes, depth)
-        return min(worth_s, usual_s + verify_s)
 
     async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
@@ -126,14 +135,14 @@ class DraftClient:
                 return None
             if budget.max_new_nodes > draft.max_nodes > 0:
                 budget = replace(budget, max_new_nodes=draft.max_nodes)
-        if not self.is_well:
-            return self.trouble
+        if (trouble := self.trouble) is not None or self.is_busy:
+            return trouble
         asked_s = self._loop.time()
-        wait_s = math.inf
+        wait_s = slow_s = math.inf
         if is_waited_for:
-            wait_s = min(self.wait_s(budget), self._retrier.deadline_s - asked_s)
-        asking: Coroutine[None, None, Answer]
-        asking = self._call(budget) if wait_s == math.inf else self._call_in_background(budget, wait_s)
+            wait_s, slow_s = self.patience.limits_s(budget)
+            wait_s = min(wait_s, self._retrier.deadline_s - asked_s)
+        asking = self._call(budget) if wait_s == math.inf else self._call_in_background(budget, wait_s, slow_s)
         if spans.is_on:
             nodes, depth = budget.max_new_nodes, budget.max_depth
             asking = spans.around(asking, "propose", _span_attributes, max_nodes=nodes, max_depth=depth)
@@ -148,14 +157,14 @@ class DraftClient:
             self._stats.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
         return answer
 
-    async def _call_in_background(self, budget: Budget, wait_s: float) -> Answer:
-        """Wait for a call for some seconds; beyond that it goes on by itself."""
+    async def _call_in_background(self, budget: Budget, wait_s: float, slow_s: float) -> Answer:
+        """Wait for a call for `wait_s`; beyond that it goes on by itself, and counts as slow from `slow_s` on."""
         waiter: _Waiter = self._loop.create_future()
-        worth_s, asked_s = self.worth_s(budget.max_depth), self._loop.time()
-        timers = [self._loop.call_later(worth_s, self._blame, waiter, asked_s)] if worth_s < math.inf else []
+        asked_s = self._loop.time()
+        timers = [self._loop.call_later(slow_s, self._blame, waiter, asked_s)] if slow_s < math.inf else []
         # The call outlives our patience: a long prefill that was cut short would only begin again.
-        self._in_background = self._loop.create_task(self._answer(budget, waiter, timers))
-        if wait_s < worth_s:
+        self.is_busy, self._in_background = True, self._loop.create_task(self._answer(budget, waiter, timers))
+        if wait_s < slow_s:
             timers.append(self._loop.call_later(wait_s, self._stop_waiting, waiter, asked_s))
         return await waiter
 
@@ -166,7 +175,7 @@ class DraftClient:
         try:
             answer = await self._call(budget)
         finally:
-            self._in_background, self._is_slow = None, False
+            self._in_background, self.is_busy, self.patience.is_over = None, False, False
             for timer in timers:
                 timer.cancel()
             if not waiter.done():
@@ -182,7 +191,7 @@ class DraftClient:
 
     def _blame(self, waiter: _Waiter, asked_s: float) -> None:
         """Count the call under way as slow, which a round that waits for it reports."""
-        self._is_slow = True
+        self.patience.is_over = True
         self._count_delay(asked_s)
         if not waiter.done():
             waiter.set_result("slow")

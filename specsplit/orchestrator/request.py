@@ -104,8 +104,8 @@ class RetryPolicy:
 
     `timeout_s` bounds a whole request (None: no bound). Without a bound, `retry_s` is how long a target that cannot be
     reached is asked again. It bounds each attempt, too, if a worker `can_be_silent`: those on this event loop answer or
-    fail before anybody could wait. A proposal is waited for as long as it could save, and at least `draft_s`; what
-    comes later is not offered any more.
+    fail before anybody could wait. A draft that takes longer than its tree could save, and than `draft_s`, counts as
+    slow; what comes later than a round waits for is not offered any more.
 
     Raises:
         InvalidRequest: a value is out of range.

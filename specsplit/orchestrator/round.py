@@ -113,7 +113,7 @@ class Rounds:
         plan = self._planner.plan_round(
             len(history.ids),
             draft.context if draft is not None else sys.maxsize,
-            has_draft=draft is not None and draft.is_well,
+            has_draft=draft is not None and trouble is None and not draft.is_busy,
         )
         decision = plan.decision if not plan.is_resting else None
 

@@ -88,6 +88,11 @@ class SessionContract:
         """Whether the worker was ever sent a turn."""
         return self.round > 0 or self.epoch > 1
 
+    @property
+    def num_missing(self) -> int:
+        """Committed tokens that the worker is not known to hold."""
+        return len(self.history) - self.num_held
+
     def next_turn(
         self,
         params: SessionParams | None = None,

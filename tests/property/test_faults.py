@@ -22,7 +22,7 @@ from specsplit.engine.batch import Round, Work
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.engine.session import NoAnswer, SessionTable, WorkerSession
 from specsplit.orchestrator import retry, session
-from specsplit.orchestrator.draft_client import DraftClient
+from specsplit.orchestrator.draft_client import DraftClient, DraftPatience
 from specsplit.orchestrator.session_contract import SessionContract
 from tests.support.fault_schedule import MUTES, Schedule, failure_of
 from tests.support.hash_model import HashCache, Violation
@@ -190,7 +190,7 @@ def without_reopening(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_draft_patience(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftClient, "worth_s", lambda *args: math.inf)
+    patch.setattr(DraftPatience, "limits_s", lambda *args: (math.inf, math.inf))
 
 
 def without_time_to_live(patch: pytest.MonkeyPatch) -> None:

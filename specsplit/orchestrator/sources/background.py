@@ -139,7 +139,7 @@ class BackgroundDrafting:
 
     def cut(self) -> None:
         """Cancel the call under way, whose nodes are of no use any more, unless the draft is catching up."""
-        is_catching_up = self._draft.num_missing > MAX_CAUGHT_UP_TOKENS
+        is_catching_up = self._draft.contract.num_missing > MAX_CAUGHT_UP_TOKENS
         if self.task is not None and not self.task.cancelling() and not self.is_probe and not is_catching_up:
             self.task.cancel()
 
@@ -159,8 +159,8 @@ class BackgroundDrafting:
             if self._is_late:
                 return self._lateness
             self._arrival = self._loop.create_future()
-            wait_s = self._draft.wait_s(budget)
-            self._slow_from_s = self._loop.time() + self._draft.worth_s(budget.max_depth)
+            wait_s, slow_s = self._draft.patience.limits_s(budget)
+            self._slow_from_s = self._loop.time() + slow_s
             await asyncio.wait({task, self._arrival}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             self._arrival = None
             if self._sink.num_drafted:

@@ -177,13 +177,13 @@ class Speculator:
             self.stats.times.observe_round(
                 result.verdict.timings, result.verify_s, overhead_s, course, is_concurrent=self.is_concurrent
             )
-        waits.end_round(had_nodes=has_nodes)
+        waits.waited_s, waits.had_nodes = 0.0, has_nodes
 
     def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
         token_ids, plan, tree, background = result.verdict.token_ids, result.plan, self.tree, self.background
         if self.draft is not None and result.number:
-            self.draft.verify_s.observe(result.verify_s)
+            self.draft.patience.observe(result.verify_s)
         if tree.cells:
             # The table learns before the tree is rooted anew: kept nodes are judged by what this verdict has shown.
             self.stats.observe_tree(tree, token_ids)
@@ -204,7 +204,7 @@ class Speculator:
             self.tree = tree.below(path)
         else:
             tree.begin_anew(len(self._history.ids) - 1)
-            if background is not None:
+            if background is not None and self.is_concurrent:
                 background.cut()
 
     def stop_reading(self) -> None:
