@@ -17,7 +17,8 @@ from specsplit.model.threads import one_thread
 
 MOST_LEFT_BYTES = 256 << 20
 """Weights of models loaded before, dropped or not, for which a collection before the next load does not pay."""
-_weight_bytes = WeakKeyDictionary[torch.nn.Module, int]()
+loaded_bytes = WeakKeyDictionary[torch.nn.Module, int]()
+"""Bytes of the weights of each model that this process has loaded and not freed."""
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
@@ -32,7 +33,7 @@ def loading(device: torch.device) -> Generator[None]:
 
 def noted(model: _Model) -> _Model:
     """Return the model, known from now on as one that a later load may have to free."""
-    _weight_bytes[model] = sum(weight.nbytes for weight in model.parameters())
+    loaded_bytes[model] = sum(weight.nbytes for weight in model.parameters())
     return model
 
 
@@ -44,7 +45,7 @@ def _free_dropped_models(device: torch.device) -> None:
     are off.
     """
     is_cuda = device.type == "cuda"
-    is_worth_it = bool(_weight_bytes) if is_cuda else sum(_weight_bytes.values()) >= MOST_LEFT_BYTES
+    is_worth_it = bool(loaded_bytes) if is_cuda else sum(loaded_bytes.values()) >= MOST_LEFT_BYTES
     if not is_worth_it or not gc.isenabled():
         return
     gc.collect()

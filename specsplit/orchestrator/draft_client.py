@@ -124,9 +124,7 @@ class DraftClient:
     async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
 
-        None says that the draft cannot follow the text, or is not waited for any more without being slow yet.
-
-        A call that is waited for ends when the tree is not worth it any more, and with the request's deadline, which
+        None says that the draft cannot follow the text, or is not waited for any more without being slow yet. A call that is waited for ends when the tree is not worth it any more, and with the request's deadline, which
         does not count against the draft. Any other ends when its caller is cancelled. The duration of a probe is left
         out of the statistics, since a rare call beside other work is not typical.
         """
@@ -138,11 +136,11 @@ class DraftClient:
         if (trouble := self.trouble) is not None or self.is_busy:
             return trouble
         asked_s = self._loop.time()
-        wait_s = slow_s = math.inf
+        wait_s = slow_s = left_s = math.inf
         if is_waited_for:
-            wait_s, slow_s = self.patience.limits_s(budget)
-            wait_s = min(wait_s, self._retrier.deadline_s - asked_s)
-        asking = self._call(budget) if wait_s == math.inf else self._call_in_background(budget, wait_s, slow_s)
+            (wait_s, slow_s), left_s = self.patience.limits_s(budget), self._retrier.deadline_s - asked_s
+        is_bounded = min(wait_s, left_s) < math.inf
+        asking = self._call_in_background(budget, wait_s, slow_s, left_s) if is_bounded else self._call(budget)
         if spans.is_on:
             nodes, depth = budget.max_new_nodes, budget.max_depth
             asking = spans.around(asking, "propose", _span_attributes, max_nodes=nodes, max_depth=depth)
@@ -157,15 +155,15 @@ class DraftClient:
             self._stats.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
         return answer
 
-    async def _call_in_background(self, budget: Budget, wait_s: float, slow_s: float) -> Answer:
-        """Wait for a call for `wait_s`; beyond that it goes on by itself, and counts as slow from `slow_s` on."""
+    async def _call_in_background(self, budget: Budget, wait_s: float, slow_s: float, left_s: float) -> Answer:
+        """Wait for a call for `wait_s`, or `left_s` till the deadline; then it goes on, slow from `slow_s` on."""
         waiter: _Waiter = self._loop.create_future()
         asked_s = self._loop.time()
         timers = [self._loop.call_later(slow_s, self._blame, waiter, asked_s)] if slow_s < math.inf else []
         # The call outlives our patience: a long prefill that was cut short would only begin again.
         self.is_busy, self._in_background = True, self._loop.create_task(self._answer(budget, waiter, timers))
-        if wait_s < slow_s:
-            timers.append(self._loop.call_later(wait_s, self._stop_waiting, waiter, asked_s))
+        if (end_s := min(wait_s, left_s)) < slow_s:
+            timers.append(self._loop.call_later(end_s, self._stop_waiting, waiter, asked_s, wait_s <= left_s))
         return await waiter
 
     async def _answer(self, budget: Budget, waiter: _Waiter, timers: Sequence[asyncio.TimerHandle]) -> None:
@@ -183,10 +181,11 @@ class DraftClient:
             elif isinstance(answer, Proposal):  # or the usual time would stay what it was
                 self._stats.observe_propose(answer.timings, self._loop.time() - asked_s)
 
-    def _stop_waiting(self, waiter: _Waiter, asked_s: float) -> None:
-        """Let the round go on without the draft, which is not asked for a while if this was not the first time."""
+    def _stop_waiting(self, waiter: _Waiter, asked_s: float, is_delay: bool) -> None:
+        """Let the round go on without the draft, which is not asked for a while if this was not the first delay."""
         if not waiter.done():
-            self._count_delay(asked_s)
+            if is_delay:
+                self._count_delay(asked_s)
             waiter.set_result(None)
 
     def _blame(self, waiter: _Waiter, asked_s: float) -> None:

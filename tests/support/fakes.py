@@ -29,6 +29,7 @@ from specsplit.core.types import (
     prefix_hashes,
 )
 from specsplit.target.stream import TargetLimits, TargetStream
+from tests.support.fake_tree import FakeTree
 from tests.support.language import (
     EOS,
     VOCAB_SIZE,
@@ -75,7 +76,7 @@ class FakeSlot:
     body: object = None
     answer: object = None
     highest_node: int = 0
-    tree: _Tree | None = None
+    tree: FakeTree | None = None
 
     def truncate(self, length: int) -> None:
         del self.ids[length:], self.hashes[length:]
@@ -289,41 +290,6 @@ class FakeTarget(_FakeWorker):
         )
 
 
-@dataclass
-class _Tree:
-    """The draft's nodes below the slot's last token: number -> (parent number or ROOT, token, depth, prefix hash)."""
-
-    nodes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
-    grown: set[int] = field(default_factory=set)
-    log_probs: dict[int, float] = field(default_factory=dict)
-    """The draft's estimate for each node, given its parent's acceptance."""
-
-    def reroot(self, token_ids: Sequence[int]) -> _Tree:
-        """Return the subtree that hangs below `token_ids`; empty if they are not in the tree."""
-        at = ROOT
-        for token in token_ids:
-            at = next((n for n, (parent, child, *_) in self.nodes.items() if parent == at and child == token), -1)
-        kept = _Tree(grown={ROOT} if at in self.grown else set())
-        name = {at: ROOT}
-        for number, (parent, token, depth, prefix) in self.nodes.items():
-            if parent in name and number not in name:
-                name[number] = number
-                kept.nodes[number] = (name[parent], token, depth - len(token_ids), prefix)
-                kept.log_probs[number] = self.log_probs[number]
-                kept.grown |= {number} & self.grown
-        return kept
-
-    def path_log_prob(self, number: int) -> float:
-        return self.log_probs[number] + self.path_log_prob(self.nodes[number][0]) if number != ROOT else 0.0
-
-    def path(self, number: int) -> list[int]:
-        tokens: list[int] = []
-        while number != ROOT:
-            number, token, *_ = self.nodes[number]
-            tokens.append(token)
-        return tokens[::-1]
-
-
 class FakeDraft(_FakeWorker):
     """A Drafter over a guess; `oversize` multiplies nodes and depth beyond what the budget allows.
 
@@ -353,16 +319,17 @@ class FakeDraft(_FakeWorker):
         keep = _common_length(slot, turn)
         new = turn.tail[keep - turn.base_length :]
         is_extended = keep == len(slot.ids) and slot.tree is not None
-        slot.tree = slot.tree.reroot(new) if is_extended and slot.tree is not None else _Tree()
+        slot.tree = slot.tree.reroot(new) if is_extended and slot.tree is not None else FakeTree()
         slot.truncate(keep)
         slot.extend(new)
         slot.highest_node = max(slot.highest_node, known_nodes)
         self.num_tokens += len(new)
         num_levels = self._grow(slot, slot.tree, budget)
-        slot.answer = proposal = self._proposal(slot, slot.tree, known_nodes, num_levels)
+        limit = budget.max_new_nodes * self.oversize
+        slot.answer = proposal = self._proposal(slot, slot.tree, known_nodes, limit, num_levels)
         return proposal
 
-    def _grow(self, slot: FakeSlot, tree: _Tree, budget: Budget) -> int:
+    def _grow(self, slot: FakeSlot, tree: FakeTree, budget: Budget) -> int:
         """Expand nodes in order of their numbers until the budget is used up; return the number of levels it took."""
         assert slot.opening is not None
         room, max_depth, levels = budget.max_new_nodes * self.oversize, budget.max_depth * self.oversize, set[int]()
@@ -388,8 +355,14 @@ class FakeDraft(_FakeWorker):
         self.num_forwards += len(levels)
         return len(levels)
 
-    def _proposal(self, slot: FakeSlot, tree: _Tree, known_nodes: int, num_levels: int) -> Proposal:
+    def _proposal(self, slot: FakeSlot, tree: FakeTree, known_nodes: int, limit: int, num_levels: int) -> Proposal:
         new = [number for number in tree.nodes if number > known_nodes]
+        if new and new != list(range(new[0], new[0] + len(new))):  # some that were offered before are gone
+            numbers = dict(zip(new, range(slot.highest_node + 1, slot.highest_node + 1 + len(new)), strict=True))
+            slot.highest_node += len(new)
+            tree.renumber(numbers)
+            new = list(numbers.values())
+        new = new[:limit]
         return Proposal(
             first_node=new[0] if new else slot.highest_node + 1,
             root_position=len(slot.ids) - 1,

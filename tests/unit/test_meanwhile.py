@@ -77,7 +77,7 @@ def test_a_load_frees_the_model_before_it_that_was_dropped(monkeypatch: pytest.M
 
 
 def test_small_dropped_models_are_freed_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # of the models of tests before
+    monkeypatch.setattr("specsplit.model.loading.loaded_bytes", weakref.WeakKeyDictionary())  # not those of other tests
     monkeypatch.setattr("specsplit.model.loading.MOST_LEFT_BYTES", 3 * 4_000)
     automatic = gc.get_threshold()
     gc.set_threshold(0)
