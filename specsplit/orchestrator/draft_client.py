@@ -124,9 +124,10 @@ class DraftClient:
     async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
 
-        None says that the draft cannot follow the text, or is not waited for any more without being slow yet. A call that is waited for ends when the tree is not worth it any more, and with the request's deadline, which
-        does not count against the draft. Any other ends when its caller is cancelled. The duration of a probe is left
-        out of the statistics, since a rare call beside other work is not typical.
+        None says that the draft cannot follow the text, or is not waited for any more without being slow yet. A call
+        that is waited for ends when the tree is not worth it any more, and with the request's deadline, which does not
+        count against the draft. Any other ends when its caller is cancelled. The duration of a probe is left out of the
+        statistics, since a rare call beside other work is not typical.
         """
         if (draft := self._peer.identity) is not None:
             if self.contract.history.largest >= draft.vocab_size:
