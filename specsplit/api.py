@@ -151,11 +151,8 @@ class Pipeline:
             self._thread.submit(_end_all(self._thread, self._scope)).result()
         finally:
             self._thread.end()
-        del (
-            self._workers,
-            self._requests,
-            self._scope,
-        )  # and with them the models, whose next load frees what lies in cycles
+        # And with them the models, whose next load frees what lies in cycles.
+        del self._workers, self._requests, self._scope
 
     async def aclose(self) -> None:
         """Close without blocking the caller's loop."""

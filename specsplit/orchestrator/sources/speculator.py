@@ -177,7 +177,7 @@ class Speculator:
             self.stats.times.observe_round(
                 result.verdict.timings, result.verify_s, overhead_s, course, is_concurrent=self.is_concurrent
             )
-        waits.waited_s, waits.had_nodes = 0.0, has_nodes
+        waits.end_round(had_nodes=has_nodes)
 
     def advance(self, result: RoundResult, *, is_streamed: bool = False) -> None:
         """Learn from a verdict, and root the tree anew behind the committed tokens."""
