@@ -33,6 +33,8 @@ GREEDY, NOISY, NUCLEUS = 1, 2, 3
 """Kinds: the best logits, the best with noise, and these with what is likelier than they."""
 _ROUNDING = 3e-5
 """A few times what sums in float32 are wrong by: some 5e-6, where half of the mass lies 12 nats below the best."""
+_MANY = (1 << 31) - 1
+"""More tokens than any vocabulary has."""
 _NEAR = 1e-2
 """Far above what a float32 sum of a logit and noise is wrong by, beside its own rounding."""
 _FOUND = "specsplit_found"
@@ -57,13 +59,25 @@ class RowSearch:
 
 
 def search_of(params: SamplingParams, seed: int, choice: int) -> RowSearch | None:
-    """Return what to look for in the rows of a session; None if penalties, a bias or two cuts change them before."""
-    if params.has_penalties or params.logit_bias or (params.top_k and params.top_p < 1):
+    """Return what to look for in the rows of a session; None if penalties or a bias change them before."""
+    if params.has_penalties or params.logit_bias:
         return None
     if params.is_greedy:
         return RowSearch()
     kind = NUCLEUS if params.top_k or params.top_p < 1 else NOISY
     return RowSearch(kind, session_key(seed, choice), params.temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """What top-k, top-p and min-p do to the tokens found; of those neither kept nor cut the sums do not say."""
+
+    are_kept: NDArray[np.bool_]
+    """[N, F]"""
+    are_cut: NDArray[np.bool_]
+    """[N, F]"""
+    are_all: NDArray[np.bool_]
+    """[N]: whether those kept are all that the cuts leave of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +109,17 @@ class Found:
         floats, are_numbers = self._floats(), self._are_numbers()
         ids = rows[:, :NUM_FOUND].astype(np.intp)
         with np.errstate(over="ignore", invalid="ignore"):  # a tiny temperature overflows to -inf
-            sums = floats[:, NUM_FOUND : 2 * NUM_FOUND].astype(np.float64)
-            sums -= floats[:, TOP, None]
-            sums /= params.temperature
-            sums += gumbel(noise.hashes_at(positions, ids))
+            near = floats[:, NUM_FOUND : 2 * NUM_FOUND].astype(np.float64)
+            near -= floats[:, TOP, None]
+            near /= params.temperature
+            sums = near + gumbel(noise.hashes_at(positions, ids))
             bounds = floats[:, BOUND].astype(np.float64)
             bounds += np.where(np.isfinite(bounds), _NEAR + _ROUNDING * np.abs(bounds), 0)
-        kept = self._kept(params)
-        if kept is None:
-            return None
-        sums[~kept | ~np.isfinite(sums)] = -np.inf
+            cuts = self._cuts(params, np.exp(near))
+        sums[~np.isfinite(sums)] = -np.inf
+        # What may be kept or cut bounds what is known, as what was not found does.
+        bounds = np.maximum(bounds, np.where(cuts.are_kept | cuts.are_cut, -np.inf, sums).max(axis=1))
+        sums[~cuts.are_kept] = -np.inf
         order = np.lexsort((ids, -sums))
         best: list[Best] = []
         for row, places in enumerate(order):
@@ -113,7 +128,7 @@ class Found:
                 continue
             size = int(np.count_nonzero(sums[row] > bounds[row]))
             if size < count:
-                if not self._is_whole(row, kept[row], params):
+                if not cuts.are_all[row]:
                     return None
                 size = int(np.count_nonzero(sums[row] > -np.inf))
             chosen = places[: min(size, count)]
@@ -126,34 +141,37 @@ class Found:
     def _are_numbers(self) -> list[bool]:
         return np.isfinite(self._floats()[:, TOP]).tolist()
 
-    def _kept(self, params: SamplingParams) -> NDArray[np.bool_] | None:
-        """Return which of the tokens found the cuts keep, [N, F]; None if that hangs on the last digits of a sum."""
-        floats = self._floats()
-        logits = floats[:, NUM_FOUND : 2 * NUM_FOUND]
+    def _cuts(self, params: SamplingParams, weights: NDArray[np.float64]) -> _Cuts:
+        """Return what the cuts do to the tokens found, whose exp((logit - the best one) / T) are `weights` [N, F]."""
+        floats, numbers = self._floats(), self.rows
+        logits, mass = floats[:, NUM_FOUND : 2 * NUM_FOUND], floats[:, 2 * NUM_FOUND : 3 * NUM_FOUND]
+        ranks, num_greater = numbers[:, 3 * NUM_FOUND : 4 * NUM_FOUND], numbers[:, 4 * NUM_FOUND : 5 * NUM_FOUND]
         kept = np.isfinite(logits)
+        cut, are_all = ~kept, np.zeros(len(numbers), np.bool_)
+        least = most = floats[:, TOTAL, None].astype(np.float64)
         if params.top_k:
-            kept &= self.rows[:, 4 * NUM_FOUND : 5 * NUM_FOUND] < params.top_k
+            cut |= num_greater >= params.top_k
+            kept &= ~cut
+            # Top-k keeps all that are greater than one it cuts, at most.
+            most_kept = np.where(cut, num_greater, _MANY).min(axis=1, keepdims=True)
+            are_all = np.count_nonzero(kept, axis=1) == most_kept[:, 0]
+            # A token that it keeps and that was not found weighs as much as any that it cuts, at least.
+            missing = np.maximum(params.top_k - 1 - ranks, 0) * np.where(cut, weights, 0).max(axis=1, keepdims=True)
+            least = np.where(kept, mass + weights + missing, 0).max(axis=1, keepdims=True)
+            up_to_it = np.where(cut, mass, mass + weights * (most_kept - ranks))
+            most = np.minimum(most, up_to_it.min(axis=1, keepdims=True))
         if params.top_p < 1:
-            mass, wanted = floats[:, 2 * NUM_FOUND : 3 * NUM_FOUND], params.top_p * floats[:, TOTAL, None]
-            if bool((kept & (np.abs(mass - wanted) <= _ROUNDING * wanted)).any()):
-                return None
-            kept &= mass < wanted
+            least, most = least * params.top_p * (1 - _ROUNDING), most * params.top_p * (1 + _ROUNDING)
+            cut |= mass >= most
+            kept &= mass < least
+            # The least likely one kept fills the nucleus, and all before it were found.
+            are_last = kept & (mass + weights >= most) & (ranks + 1 == np.count_nonzero(kept, axis=1)[:, None])
+            are_all = are_last.any(axis=1) | (are_all & (kept | cut).all(axis=1))
         if params.min_p > 0:
-            kept &= logits >= floats[:, TOP, None] + np.float32(params.temperature * math.log(params.min_p))
-        return kept
-
-    def _is_whole(self, row: int, kept: NDArray[np.bool_], params: SamplingParams) -> bool:
-        """Return whether those kept are all that top-p keeps of a row."""
-        if params.top_p == 1 or params.min_p > 0 or not kept.any():
-            return False
-        floats, numbers = self._floats()[row], self.rows[row]
-        ranks = np.where(kept, numbers[3 * NUM_FOUND : 4 * NUM_FOUND], -1)
-        last = int(ranks.argmax())
-        # The mass up to the least likely one reaches what is wanted, and all before it were found.
-        mass = floats[2 * NUM_FOUND + last].item()
-        mass += math.exp((floats[NUM_FOUND + last].item() - floats[TOP].item()) / params.temperature)
-        is_last = mass >= params.top_p * floats[TOTAL].item() * (1 + _ROUNDING)
-        return is_last and np.count_nonzero(kept) == ranks[last] + 1
+            is_likely = logits >= floats[:, TOP, None] + np.float32(params.temperature * math.log(params.min_p))
+            kept &= is_likely
+            cut |= ~is_likely
+        return _Cuts(kept, cut, are_all)
 
 
 def note_found(logits: Tensor, rows: NDArray[np.int32]) -> None:

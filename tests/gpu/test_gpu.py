@@ -125,7 +125,7 @@ def test_a_forward_finds_the_best_of_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0, 8.0])
-@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}])
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.05}])
 def test_a_large_vocabulary_gives_the_picks_of_whole_rows(cuts: dict[str, float], spread: float) -> None:
     from specsplit.sampling.search_kernels import RowSearcher
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +33,18 @@ VOCAB, CHUNK = 600, 150
 POSITIONS = [5, 9, 6]
 NOISE = SparseNoise(7, 0, VOCAB)
 CUTS = st.sampled_from(
-    [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"top_p": 0.95, "min_p": 0.01}, {"top_k": 1}, {"top_p": 1e-3}]
+    [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 40},
+        {"min_p": 0.05},
+        {"top_p": 0.95, "min_p": 0.01},
+        {"top_k": 20, "top_p": 0.95},
+        {"top_k": 4, "top_p": 0.7},
+        {"top_k": 9, "top_p": 0.9, "min_p": 0.05},
+        {"top_k": 1},
+        {"top_p": 1e-3},
+    ]
 )
 
 
@@ -87,10 +99,16 @@ def test_peaked_and_flat_rows_give_the_same_or_nothing(
     check_search(logits, SamplingParams(temperature=temperature, **cuts), count)  # type: ignore[arg-type]
 
 
-@given(st.integers(0, 2**31), st.sampled_from([0.5, 0.9, 0.95]), st.sampled_from([0.7, 1.0]))
-def test_a_nucleus_of_peaked_rows_is_always_found(seed: int, top_p: float, temperature: float) -> None:
+@given(st.integers(0, 2**31), st.sampled_from([0.5, 0.9, 0.95]), st.sampled_from([0, 20]), st.sampled_from([0.7, 1.0]))
+def test_a_nucleus_of_peaked_rows_is_always_found(seed: int, top_p: float, top_k: int, temperature: float) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed)) * 6
-    check_search(logits, SamplingParams(temperature=temperature, top_p=top_p), 1, is_sure=True)
+    check_search(logits, SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k), 1, is_sure=True)
+
+
+@pytest.mark.parametrize("cuts", [{"top_k": 1}, {"top_k": 3}, {"top_k": 8, "top_p": 0.5}, {"top_k": 3, "min_p": 0.2}])
+def test_all_that_cuts_leave_are_as_good_as_more(cuts: dict[str, float]) -> None:
+    logits = torch.linspace(0, -60, VOCAB)[None]
+    check_search(logits, SamplingParams(temperature=0.1, **cuts), 4, is_sure=True)  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 2**31), CUTS, st.sampled_from([0.0, 1e-40, 1.0]), st.sampled_from([1, 3]))
@@ -137,10 +155,9 @@ def test_rows_that_are_no_numbers_have_no_best() -> None:
 
 def test_what_changes_the_rows_before_is_not_looked_for() -> None:
     assert search_of(SamplingParams(), 1, 0) == RowSearch()
-    assert search_of(SamplingParams(temperature=1.0, top_k=5), 1, 0) is not None
+    assert search_of(SamplingParams(temperature=1.0, top_k=5, top_p=0.5), 1, 0) is not None
     for params in (
         SamplingParams(presence_penalty=1.0),
         SamplingParams(logit_bias=((3, 1.0),)),
-        SamplingParams(temperature=1.0, top_k=5, top_p=0.5),
     ):
         assert search_of(params, 1, 0) is None
