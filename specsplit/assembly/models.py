@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specsplit.assembly.links import check_audit
-from specsplit.core.defaults import EMBEDDED, SERVED_SESSIONS, Role
+from specsplit.core.defaults import EMBEDDED, MOST_SERVED, SERVED_SESSIONS, Role
 from specsplit.core.errors import InvalidSettings, ModelDamaged, VocabularyMismatch
 from specsplit.core.paths import expanded
 from specsplit.core.ports import Tokenizer
@@ -265,7 +265,8 @@ def load_worker(
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
         default_context=default_context or DEFAULT_CONTEXT,
-        max_sessions=settings.sessions or SERVED_SESSIONS,
+        max_sessions=settings.sessions or MOST_SERVED,
+        min_sessions=settings.sessions or SERVED_SESSIONS,
         kv_memory=kv_memory,
         progress=progress,
     )

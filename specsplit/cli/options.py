@@ -13,7 +13,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from specsplit.cli.prompt_options import option
-from specsplit.core.defaults import DeviceName, Dtype, EndsAt, PrefixReuse
+from specsplit.core.defaults import (
+    MOST_SERVED,
+    QUEUE_PER_SESSION,
+    SERVED_SESSIONS,
+    DeviceName,
+    Dtype,
+    EndsAt,
+    PrefixReuse,
+)
 from specsplit.core.errors import InvalidSettings
 
 _MODELS, _STAGES, _SERVICES, _GATEWAY, _OUTPUT = "Models", "Stages", "Services", "Gateway", "Output"
@@ -116,8 +124,13 @@ StageThreads = Annotated[int | None, option("--threads", _MODELS, "CPU threads o
 Listen = Annotated[
     str, option("--listen -l", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
 ]
-Sessions = Annotated[int, option("--sessions", _SERVICES, "Sessions at a time, each with a KV slot.", metavar="N")]
-Queue = Annotated[int | None, option("--queue", _SERVICES, "Requests that may wait for a slot.", "4 x sessions", "N")]
+_MANY = f"{SERVED_SESSIONS} to {MOST_SERVED}, as the memory easily holds"
+Sessions = Annotated[
+    int | None, option("--sessions", _SERVICES, "Sessions at a time, each with a KV slot.", _MANY, "N")
+]
+StageSessions = Annotated[int, option("--sessions", _SERVICES, "Sessions at a time, each with a KV slot.", metavar="N")]
+_WAITING = f"{QUEUE_PER_SESSION} x sessions"
+Queue = Annotated[int | None, option("--queue", _SERVICES, "Requests that may wait for a slot.", _WAITING, "N")]
 StepTokens = Annotated[
     int | None,
     option("--step-tokens", _SERVICES, "Tokens and nodes of a step, at most.", "chosen from measured times", "N"),
@@ -294,7 +307,10 @@ GatewayRetry = Annotated[
     option("--retry", _SERVICES, "Seconds for which a lost target is tried again.", "5, or 30 if started here", "S"),
 ]
 StartedSessions = Annotated[
-    int | None, option("--sessions", _SERVICES, "Sessions at a time in workers started here.", "4", "N")
+    int | None, option("--sessions", _SERVICES, "Sessions at a time in workers started here.", _MANY, "N")
+]
+StartedQueue = Annotated[
+    int | None, option("--queue", _SERVICES, "Requests that may wait in workers started here.", _WAITING, "N")
 ]
 ApiKeyFile = Annotated[
     str | None, option("--api-key-file", _GATEWAY, "File with the keys that are let in.", "nobody needs a key", "FILE")

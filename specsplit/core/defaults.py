@@ -48,12 +48,12 @@ LISTEN = "127.0.0.1:0"
 HTTP = "127.0.0.1:8000"
 WITHOUT_LINK_SETTINGS = ("--tls-cert=", "--tls-key=", "--tls-ca=", "--no-insecure", "--health=", "--metrics=")
 """Options for a process started on loopback by another one: what the environment says is for that one alone."""
-SERVED_SESSIONS, QUEUE_PER_SESSION = 4, 4
-"""KV slots of a worker that serves, and requests that may wait for one, for each slot."""
+SERVED_SESSIONS, MOST_SERVED, QUEUE_PER_SESSION = 4, 16, 32
+"""KV slots of a worker that serves, up to how many if the memory easily holds them, and waiting requests for each."""
 LOCAL_SESSIONS = 8
 """KV slots of a model in a Pipeline's own process, or as many as the memory easily holds."""
 CONCURRENCY = 4
-"""Prompts of a file that are answered at once: as many as a worker that serves has slots."""
+"""Prompts of a file that are answered at once: as many as each worker that serves has slots."""
 PREFIX_REUSE: PrefixReuse = "caller"
 SESSION_TTL_S = 60.0
 DRAIN_S = 10.0

@@ -161,7 +161,7 @@ class WorkerSettings(ServiceSettings):
     context: Context | None = None
     served_name: ServedName | None = None
     sessions: Positive | None = None
-    """KV slots; by default SERVED_SESSIONS in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
+    """KV slots; by default SERVED_SESSIONS or more in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
     kv_memory: KVMemory | None = None  # memory for the rows of all slots; by default every slot may be full
     queue: NotNegative | None = None
     """Requests that may wait for a slot in a service; by default QUEUE_PER_SESSION for each of its sessions."""

@@ -121,7 +121,7 @@ _ROLES: dict[str, type[BaseModel]] = {
 }
 KEYS = tuple(f"{role}.{field}" for role, section in _ROLES.items() for field in section.model_fields)
 """Every setting as role.field."""
-_BOTH_ENGINES = ("dtype", "device", "threads", "sessions")
+_BOTH_ENGINES = ("dtype", "device", "threads", "sessions", "queue")
 FLAT_KEYS: dict[str, tuple[str, ...]] = {
     "draft": ("draft.address",),
     "target": ("target.address",),

@@ -26,6 +26,8 @@ _TRY_S = 0.25
 """Period at which the first one tries again: a session may have become old enough to lose its slot."""
 _REPORT_S = 5.0
 """Longest time without a report to somebody who waits, who could not tell silence from a dead worker."""
+_NEAR_FRONT = 16
+"""So many behind a change hear of it at once; those further back within _REPORT_S: each slot would wake hundreds."""
 _RATE_S, _RATE_SLOTS = 60.0, 32
 """How far back, in seconds and in slots, the rate is measured at which slots become free."""
 _DEFAULT_RETRY_S, _MOST_RETRY_S = 0.5, 30.0
@@ -286,7 +288,8 @@ class AdmissionQueue:
 
     def _tell_behind(self, waiter: _Waiter) -> None:
         """Wake those behind: their positions have changed, and one may have become the first."""
-        for other in self._waiters[self._waiters.index(waiter) + 1 :]:
+        place = self._waiters.index(waiter) + 1
+        for other in self._waiters[place : place + _NEAR_FRONT]:
             other.has_news.set()
 
     def _report(self, waiter: _Waiter) -> None:

@@ -70,7 +70,7 @@ def search_of(params: SamplingParams, seed: int, choice: int) -> RowSearch | Non
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """What top-k, top-p and min-p do to the tokens found; of those neither kept nor cut the sums do not say."""
+    """The tokens found, after top-k, top-p and min-p; of those neither kept nor cut the sums do not say."""
 
     are_kept: NDArray[np.bool_]
     """[N, F]"""

@@ -164,6 +164,25 @@ TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
+def test_in_a_long_queue_a_freed_slot_is_heard_of_near_the_front_alone() -> None:
+    num_waiting, heard = 300, list[Progress]()
+    slots = Slots(1, num_waiting)
+
+    async def main() -> None:
+        await slots.open(Opening("first"))
+        async with asyncio.TaskGroup() as tasks:
+            with listening(heard.append):
+                for number in range(num_waiting):
+                    tasks.create_task(slots.queue.wait(Opening(f"s{number}"), slots.try_take))
+            for _ in range(num_waiting):
+                await asyncio.sleep(0.01)
+                slots.free()
+        assert asyncio.get_running_loop().time() < 1.01 * num_waiting * 0.01
+
+    run_virtual(main)
+    assert len(heard) < 20 * num_waiting
+
+
 def test_a_steady_stream_of_urgent_requests_starves_nobody() -> None:
     async def main() -> list[str]:
         slots = Slots(NUM_SLOTS, NUM_PLACES)

@@ -74,7 +74,10 @@ def test_the_version_has_a_short_form(option: str, shown: str, capsys: Capture):
         (["serve", "-l", "a:1"], "No such option: -l; here it is --http HOST:PORT of serve"),
         (["target", "--http", "a:1"], "No such option: --http; it is an option of specsplit serve."),
         (["serve", "--seed", "7"], "No such option: --seed; each request to serve has its own."),
-        (["serve", "--queue", "7"], "No such option: --queue; it is an option of specsplit draft, target; for the w"),
+        (
+            ["serve", "--step-tokens", "7"],
+            "No such option: --step-tokens; it is an option of specsplit draft, target; for",
+        ),
         (["serve", "-q", "awq"], "No such option: -q; here it is --dtype int8 or int4"),
         (["orchestrate", "a", "--temp", "1"], "No such option: --temp; here it is --temperature."),
         (["serve", "--model", "x"], "No such option: --model; here it is -m."),
