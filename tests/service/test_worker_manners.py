@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -75,7 +75,7 @@ async def test_a_drain_that_cuts_answers_says_how_many(is_cut: bool, capfd: Capt
     target = FakeTarget(Faults(gate=gate))
 
     @asynccontextmanager
-    async def opening() -> AsyncIterator[Server]:
+    async def opening() -> AsyncGenerator[Server]:
         async with serving(LOOPBACK, [TargetService(target)]) as server:
             served_here.set_result(server.address)
             yield server
@@ -97,7 +97,7 @@ async def test_a_drain_that_cuts_answers_says_how_many(is_cut: bool, capfd: Capt
 @pytest.mark.parametrize(("number", "code", "said"), [(signal.SIGINT, 130, "Interrupted.\n"), (signal.SIGTERM, 0, "")])
 async def test_a_signal_before_a_service_is_ready(number: int, code: int, said: str, capfd: Capture) -> None:
     @asynccontextmanager
-    async def opening() -> AsyncIterator[Server]:
+    async def opening() -> AsyncGenerator[Server]:
         os.kill(os.getpid(), number)
         await asyncio.Event().wait()
         raise AssertionError("it went on")
