@@ -112,7 +112,7 @@ class Certificates:
         proved = found.identity.role if found.identity else None
         role: LinkRole = self.role or proved or "orchestrator"
         if not found.proves(role):
-            whose = f"one of {with_article(found.identity.role)}" if found.identity else "of no role"
+            whose = f"one of {with_article(proved)}" if proved else "of no role"
             raise InvalidSettings(
                 f"The certificate {self.files.cert} is {whose}; {with_article(role)} needs the URI "
                 f"spiffe://specsplit/{role} and the name {server_name(role)} in it."
