@@ -214,9 +214,8 @@ class _Connecting:
     def _notify(self, error: SpecSplitError, reason: str | None) -> None:
         note, self._note = self._note, None
         if note is not None:
-            why = reason or str(error).rstrip(".")
-            left_s = math.ceil(self._left_s)
-            note(f"The target at {self._address} cannot be reached ({why}); trying again for {left_s} s.")
+            said = f"The target at {self._address} cannot be reached ({reason})" if reason else str(error).rstrip(".")
+            note(f"{said}; trying again for {math.ceil(self._left_s)} s.")
 
     def _final_error(self, error: SpecSplitError, reason: str | None) -> SpecSplitError:
         # Without a reason something listens there, and its error says more.

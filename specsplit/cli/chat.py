@@ -8,7 +8,7 @@ import typer
 
 from specsplit.cli import options, prompt_options
 from specsplit.cli.help import Command, HelpAll
-from specsplit.cli.interruptible import interruptible
+from specsplit.cli.run_given import run_given
 from specsplit.core import defaults
 
 EXAMPLES = """Examples:
@@ -61,4 +61,4 @@ def chat(
     """Talk with a model in the terminal; what the draft proposed is underlined."""
     from specsplit.cli.chat_session import run
 
-    raise typer.Exit(interruptible(run, ctx))
+    raise typer.Exit(run_given(run, ctx))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from specsplit.cli.help import ShortCommand
-from specsplit.cli.interruptible import interruptible
+from specsplit.cli.run_given import run_given
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.paths import expanded
 from specsplit.model.extra import require_worker_extra
@@ -31,7 +31,7 @@ def draft_vocab(
     size: Annotated[int, typer.Option("--size", min=1, help="Tokens to keep.", metavar="N")] = 32_768,
 ) -> None:
     """Write the tokens that are frequent in texts, for a draft's head of these alone: see --draft-vocab."""
-    raise typer.Exit(interruptible(lambda given: run(model, corpus, size, output), ctx))
+    raise typer.Exit(run_given(lambda given: run(model, corpus, size, output), ctx))
 
 
 def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:

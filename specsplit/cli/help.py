@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -27,8 +28,22 @@ _FILE_WIDTH = 160
 """Columns of a help that is read by no terminal."""
 
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended."""
+
+
 class Group(TyperGroup):
-    """A group of commands, whose help shows no type behind flags."""
+    """A group of commands, which Ctrl-C ends with a word, and whose help shows no type behind flags."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Read the command line; typer imports pydantic for that."""
+        with _interruptible():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        with _interruptible():
+            return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
@@ -56,6 +71,16 @@ class Command(ShortCommand):
                 if isinstance(param, TyperOption) and param.name not in USUAL:
                     param.hidden = True
         super().format_help(ctx, formatter)
+
+
+@contextmanager
+def _interruptible() -> Generator[None]:
+    """End the block at Ctrl-C with a word to the user, where typer would be silent."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("Interrupted.", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _prepare(params: Sequence[Any]) -> None:

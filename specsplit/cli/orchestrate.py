@@ -20,7 +20,7 @@ from specsplit.assembly.requests import check_request_values, make_request
 from specsplit.assembly.workers import Workers
 from specsplit.cli import prompts_file, render
 from specsplit.cli.ctrl_c import CtrlC
-from specsplit.cli.interruptible import INTERRUPTED
+from specsplit.cli.help import INTERRUPTED
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.prompt import read_prompt, with_prompt

@@ -21,7 +21,7 @@ from specsplit.assembly.workers import Workers
 from specsplit.cli import render
 from specsplit.cli.answers_file import AnswersFile, LineId, id_of
 from specsplit.cli.ctrl_c import CtrlC
-from specsplit.cli.interruptible import INTERRUPTED
+from specsplit.cli.help import INTERRUPTED
 from specsplit.core.defaults import CONCURRENCY
 from specsplit.core.errors import InvalidRequest, SpecSplitError
 from specsplit.core.paths import expanded

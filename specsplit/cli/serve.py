@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from specsplit.assembly.models import load_worker, not_recorded
 from specsplit.assembly.serving import serving
 from specsplit.cli import render
+from specsplit.cli.help import INTERRUPTED
 from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.tracing import tracing
@@ -155,17 +156,27 @@ def check_ports(**addresses: str | None) -> None:
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """Let SIGTERM end the process at once while it serves nobody yet."""
+    """Let SIGTERM and Ctrl-C end the process at once while it serves nobody yet."""
+    ended: BaseException | None = None
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(0)
+        nonlocal ended
+        ended = SystemExit(0) if number == signal.SIGTERM else KeyboardInterrupt()
+        raise ended
 
     # As process 1 of a container we would otherwise ignore SIGTERM: the kernel gives that process no default action.
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # so a shell starts what runs in its background
+            signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        # A destructor, of which a load runs thousands, drops every exception.
+        if ended is not None:
+            raise ended
 
 
 async def serve_until_signal(
@@ -175,13 +186,17 @@ async def serve_until_signal(
 
     The exit code is returned: 0, or ANSWERS_CUT if the time was too short for some.
 
-    A signal that comes before the server is open ends the opening, and nothing is printed.
+    A signal that comes before the server is open ends the opening, and there is no such line; after Ctrl-C the exit
+    code is INTERRUPTED.
     """
     stop = _Stop()
     async with AsyncExitStack() as stack:
         server = await stop.unless_signalled(stack.enter_async_context(opening()))
         if server is None:
-            return 0
+            if stop.number != signal.SIGINT:
+                return 0
+            note("Interrupted.")
+            return INTERRUPTED
         # Modules, models and connections live as long as the process. A collection that looks at all of them again
         # would hold up every session: 60 ms in a gateway, more in a worker.
         gc.freeze()
@@ -203,6 +218,8 @@ class _Stop:
     """Owns SIGTERM and SIGINT for the life of the loop: the first asks to drain, the second ends the process."""
 
     def __init__(self) -> None:
+        self.number: int | None = None
+        """The first signal."""
         self._signalled = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -212,6 +229,7 @@ class _Stop:
         if self._signalled.is_set():
             # A forward under way on the device thread would hold up every other way to exit.
             os._exit(128 + number)
+        self.number = number
         self._signalled.set()
 
     async def wait(self) -> None:

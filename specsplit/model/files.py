@@ -191,7 +191,7 @@ def translated(path: str, name: str, part: str = "model") -> Generator[None]:
     except Exception as error:
         if is_exhausted(error):
             raise OutOfMemory(
-                f"The weights of {name} do not fit the memory; use a smaller model or --dtype bf16."
+                f"The weights of {name} do not fit the memory; use a smaller model, or --dtype bf16 if they are fp32."
             ) from error
         raise _model_error(path, name, part, error) from error
 

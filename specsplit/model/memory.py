@@ -82,17 +82,25 @@ def require_kv(per_token: int, context: int, node_limit: int, max_sessions: int,
 def out_of_memory(
     per_token: int, context: int, node_limit: int, max_sessions: int, device: torch.device
 ) -> OutOfMemory:
-    """Return the error that says what was needed, what there is, and which --context fits."""
+    """Return the error that says what was needed, what there is, and which --context or --sessions fits."""
     needed = per_token * slot_rows(context + node_limit) * max_sessions
-    # free >= per_token * slot_rows(context + node_limit) * sessions, solved for the context.
     free = available_bytes(device) or 0
-    fits = held_tokens(int(free * _RESERVE) // (per_token * max_sessions)) - node_limit
-    if fits >= 64:
-        remedy = f"--context {fits // 64 * 64} fits"
-    else:
-        remedy = f"use {'fewer sessions, ' if max_sessions > 1 else ''}a smaller model or --dtype bf16"
+    remedy = _fitting(int(free * _RESERVE) // per_token, context, node_limit, max_sessions)
     sessions = "" if max_sessions == 1 else f" for {max_sessions} sessions"
     return OutOfMemory(
         f"A context of {context} tokens{sessions} needs {needed / 2**30:.1f} GiB for its KV cache and {device} has "
         f"{free / 2**30:.1f} GiB free; {remedy}."
     )
+
+
+def _fitting(num_rows: int, context: int, node_limit: int, max_sessions: int) -> str:
+    """Return what to change so that `num_rows` are enough: the context, the sessions, or both if neither will do."""
+    # num_rows >= slot_rows(context + node_limit) * sessions, solved for the context and for the sessions.
+    longest, longest_of_one = ((held_tokens(num_rows // each) - node_limit) // 64 * 64 for each in (max_sessions, 1))
+    most_sessions = num_rows // slot_rows(context + node_limit)
+    remedies = [f"--context {longest}"] if longest > 0 else []
+    if 0 < most_sessions < max_sessions:
+        remedies.append(f"--sessions {most_sessions}")
+    elif max_sessions > 1 and not remedies and longest_of_one > 0:
+        remedies.append(f"--sessions 1 with --context {longest_of_one}")
+    return f"{' or '.join(remedies)} fits" if remedies else "use a smaller model"

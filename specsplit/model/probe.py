@@ -128,9 +128,8 @@ def trying(model: PreTrainedModel) -> Generator[None]:
     except Exception as error:
         kind = type(model).__name__
         if is_exhausted(error):
-            raise OutOfMemory(
-                f"The memory ran out in the first forward of this {kind}; use a smaller model or --dtype bf16."
-            ) from error
+            smaller = "a smaller model or --dtype bf16" if model.dtype == torch.float32 else "a smaller model"
+            raise OutOfMemory(f"The memory ran out in the first forward of this {kind}; use {smaller}.") from error
         passes_none = isinstance(error, TypeError | KeyError)
         what = "does not pass attention keywords through" if passes_none else "fails in its first forward"
         raise ModelUnsupported(f"{kind} {what}; SpecSplit cannot serve it ({one_line(error)}).") from error

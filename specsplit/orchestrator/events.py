@@ -5,6 +5,7 @@ Written by the clients of draft and target, read for the result. Nothing here de
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from specsplit.core.errors import (
@@ -17,7 +18,9 @@ from specsplit.core.errors import (
     WorkerFailed,
 )
 from specsplit.orchestrator.degraded import DegradedPhase, Reason, Replay, ReplayReason, WorkerRole
-from specsplit.telemetry.session_log import SessionEvent, log_session
+from specsplit.telemetry.session_log import SessionEvent, log_session, session_id
+
+_log = logging.getLogger(__name__)
 
 
 class RequestEvents:
@@ -48,7 +51,9 @@ class RequestEvents:
                 return
         self._latest[worker] = len(self.phases)
         self.phases.append(DegradedPhase(worker, reason, self.round, self.round))
-        if reason not in ("slow", "full"):  # such a worker is there
+        if worker == "draft":  # nothing is lost, and the draft's state, which all requests share, is logged once
+            _log.debug("session %s does without the draft, which is %s", session_id(self.key), reason)
+        elif reason not in ("slow", "full"):  # such a worker is there
             log_session("lost", self.key, self.request_id, f"the {worker} is {reason}")
 
     def replay(self, worker: WorkerRole, reason: ReplayReason, num_tokens: int) -> None:

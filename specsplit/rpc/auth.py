@@ -42,6 +42,11 @@ ALLOWED: Mapping[str, frozenset[LinkRole]] = {
 """The roles that may call each method; whatever has no entry is refused to everybody."""
 
 
+def with_article(role: LinkRole) -> str:
+    """Return the name of a role as a sentence has it."""
+    return f"{'an' if role == 'orchestrator' else 'a'} {role}"
+
+
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
     """The other end of a connection: what its certificate proves, or else the host that it calls from."""
@@ -114,7 +119,7 @@ class Guard:
         peer = peer_identity(context)
         if self._is_secure and peer.role not in ALLOWED.get(method, ()):
             what = method.lstrip("/").rpartition(".")[2].replace("/", ".")
-            who = f"A {peer.role}" if peer.role else "A certificate without a role"
+            who = with_article(peer.role).capitalize() if peer.role else "A certificate without a role"
             raise AccessDenied(f"{who} may not call {what}.")
         # Each call is served by a task of its own, so that nothing has to be reset.
         _current.set(peer)

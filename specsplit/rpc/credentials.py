@@ -17,7 +17,7 @@ import grpc
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.paths import expanded
 from specsplit.core.sections import LinkSettings
-from specsplit.rpc.auth import Guard, LinkRole, server_name
+from specsplit.rpc.auth import Guard, LinkRole, server_name, with_article
 from specsplit.rpc.certificate import Certificate, CertificateFiles, read_certificate
 from specsplit.rpc.transport import CLIENT_OPTIONS, dial_target, is_loopback, parse_address
 
@@ -112,9 +112,9 @@ class Certificates:
         proved = found.identity.role if found.identity else None
         role: LinkRole = self.role or proved or "orchestrator"
         if not found.proves(role):
-            whose = f"one of a {found.identity.role}" if found.identity else "of no role"
+            whose = f"one of {with_article(proved)}" if proved else "of no role"
             raise InvalidSettings(
-                f"The certificate {self.files.cert} is {whose}; a {role} needs the URI "
+                f"The certificate {self.files.cert} is {whose}; {with_article(role)} needs the URI "
                 f"spiffe://specsplit/{role} and the name {server_name(role)} in it."
             )
         return found

@@ -37,8 +37,23 @@ async def why_refused(address: str, role: LinkRole, security: Security, timeout_
     # A server without TLS, or one that hangs, ends the other handshake in many ways, all of which say the same.
     with suppress(TimeoutError, OSError, EOFError, InvalidSettings):
         async with asyncio.timeout_at(end_s):
-            return await (_asks_for_certificates(address) if is_plain else _refusal(address, role, security))
+            if not is_plain:
+                return await _refusal(address, role, security)
+            return await _speaks_http(address) or await _asks_for_certificates(address)
     return None
+
+
+async def _speaks_http(address: str) -> str | None:
+    """Return what answers there if it is a server of HTTP/1; one of gRPC begins with a frame of HTTP/2."""
+    reader, writer = await asyncio.open_connection(*parse_address(address))
+    try:
+        writer.write(b"HEAD / HTTP/1.0\r\n\r\n")
+        is_http = await reader.read(7) == b"HTTP/1."
+    except ConnectionError:
+        return None
+    finally:
+        writer.transport.abort()
+    return "HTTP answers there, as it does at a gateway" if is_http else None
 
 
 async def _asks_for_certificates(address: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
@@ -47,6 +48,19 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[str]:
+    """Give the address of a server that says the same to everybody and hangs up."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 def settings(address: str, **given: object) -> Settings:
     return load_settings({"target": address, "mode": "plain", **given}).settings
 
@@ -74,6 +88,24 @@ async def test_a_name_that_does_not_resolve_is_said_as_such():
         await connect(NOWHERE, notes, retry=2, insecure=True)
     assert len(notes) == 1
     assert "(the name no-such-host.invalid does not resolve); trying again for" in notes[0]
+
+
+async def test_a_server_of_http_is_named():
+    notes: list[str] = []
+    async with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address:
+        with pytest.raises(WorkerUnreachable, match="HTTP answers there, as it does at a gateway; check the address"):
+            await connect(address, notes, retry=1)
+    (note,) = notes
+    assert "(HTTP answers there, as it does at a gateway); trying again for" in note
+
+
+async def test_a_try_without_a_reason_is_noted_in_one_sentence():
+    notes: list[str] = []
+    async with answering(b"") as address:
+        with pytest.raises(WorkerUnreachable):
+            await connect(address, notes, retry=1)
+    (note,) = notes
+    assert re.fullmatch(rf"The target at {address} (?!.*{address})[^()]*; trying again for 1 s\.", note)
 
 
 async def test_without_a_second_try_there_is_no_note(refusing: str):

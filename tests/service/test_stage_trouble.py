@@ -11,10 +11,10 @@ import pytest
 from specsplit.core.errors import PeerMismatch, WorkerUnreachable
 from specsplit.stages.chain_log import ChainLog
 from specsplit.stages.wire.connection import Connection
-from specsplit.stages.wire.frames import ChainId
+from specsplit.stages.wire.frames import LEAVING, ChainId
 from specsplit.stages.wire.next_stage import NextUnreachable
 from specsplit.stages.wire.peer import StagePeer
-from tests.support.remote_chains import opened_remote
+from tests.support.remote_chains import opened_remote, served
 from tests.support.rpc_servers import wait_until
 from tests.support.small_target import shards
 
@@ -68,3 +68,23 @@ async def test_a_last_stage_that_reports_the_next_one_is_named(monkeypatch: pyte
             await wait_until(lambda: mending.done() or said in str(chain.link.trouble))
         await mending
         assert chain.link.trouble is None
+
+
+async def test_a_chain_that_ends_on_purpose_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    chain = ChainId("me", 1)
+    async with served(shards("stages", (2,)).stages) as hosts:
+        peers = [StagePeer(host.address) for host in hosts]
+        try:
+            await peers[0].configure(chain, 0, 2, peers[1].address, keep_slots=False)
+            await peers[1].configure(chain, 1, 2, "", keep_slots=False)
+            streams = [await peer.stream(chain) for peer in peers]
+            # The last stage hears of it first, as happens when both are told at once.
+            await streams[1].write(LEAVING)
+            told = await streams[0].read()
+            await streams[0].write(LEAVING)
+        finally:
+            for peer in peers:
+                await peer.aclose()
+    assert told is not None, "a coordinator that is still there learns that the chain is broken"
+    assert caplog.messages == []

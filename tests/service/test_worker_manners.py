@@ -8,14 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from specsplit.assembly.models import load_worker
-from specsplit.cli.serve import ANSWERS_CUT, serve_until_signal
+from specsplit.cli.serve import ANSWERS_CUT, serve_until_signal, terminable
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, InvalidSettings
 from specsplit.core.sections import DraftSettings
 from specsplit.core.settings import load_settings
@@ -75,7 +75,7 @@ async def test_a_drain_that_cuts_answers_says_how_many(is_cut: bool, capfd: Capt
     target = FakeTarget(Faults(gate=gate))
 
     @asynccontextmanager
-    async def opening() -> AsyncIterator[Server]:
+    async def opening() -> AsyncGenerator[Server]:
         async with serving(LOOPBACK, [TargetService(target)]) as server:
             served_here.set_result(server.address)
             yield server
@@ -92,6 +92,34 @@ async def test_a_drain_that_cuts_answers_says_how_many(is_cut: bool, capfd: Capt
         assert (answer.exception() is not None) == is_cut
     assert await ending == (ANSWERS_CUT if is_cut else 0)
     assert ("1 answer was cut" in capfd.readouterr().err) == is_cut
+
+
+@pytest.mark.parametrize(("number", "code", "said"), [(signal.SIGINT, 130, "Interrupted.\n"), (signal.SIGTERM, 0, "")])
+async def test_a_signal_before_a_service_is_ready(number: int, code: int, said: str, capfd: Capture) -> None:
+    @asynccontextmanager
+    async def opening() -> AsyncGenerator[Server]:
+        os.kill(os.getpid(), number)
+        await asyncio.Event().wait()
+        raise AssertionError("it went on")
+        yield
+
+    assert await serve_until_signal(opening, lambda _: {"role": "target"}, 30.0) == code
+    assert capfd.readouterr() == ("", said)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_during_a_destructor_ends_the_loading_all_the_same(number: int, error: type[BaseException]) -> None:
+    class Collected:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(error), terminable():
+            Collected()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_path_of_a_model_is_for_nobody_else(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -154,6 +155,20 @@ def test_what_a_models_code_raises_is_translated(error: Exception, kind: type[Ex
         probe(model)
     with pytest.raises(kind, match=words):
         eager_logits(model, [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [(torch.float32, "use a smaller model or --dtype bf16."), (torch.bfloat16, "use a smaller model.")],
+)
+def test_bf16_is_a_remedy_for_a_model_in_fp32_alone(dtype: torch.dtype, remedy: str) -> None:
+    def fail(*args: object) -> NoReturn:
+        raise MemoryError
+
+    model = build_model(FAMILIES["llama"](), seed=1).to(dtype)
+    model.get_input_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(OutOfMemory, match=f"{re.escape(remedy)}$"):
+        probe(model)
 
 
 @pytest.mark.parametrize("context", [64, 128])

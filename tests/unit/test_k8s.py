@@ -19,7 +19,7 @@ from kubernetes_validate import utils as schemas
 
 import specsplit
 from specsplit.cli import options
-from specsplit.cli.main import app
+from specsplit.cli.commands import app
 from specsplit.core.defaults import ENV_PREFIX
 from specsplit.core.errors import UsageError
 from specsplit.core.settings import KEYS

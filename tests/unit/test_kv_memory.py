@@ -194,3 +194,17 @@ async def test_sixteen_short_sessions_fit_the_memory_of_one_long_one(tmp_path: P
     for turn in turns:
         await target.close(turn.session)
     await target.aclose()
+
+
+def test_where_many_sessions_do_not_fit_the_error_says_how_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000 << 10)
+    # 950 KiB are 950 rows, of which a session takes 256.
+    for max_sessions, fitting in ((4, "--context 64 or --sessions 3 fits"), (100, "--sessions 3 fits")):
+        with pytest.raises(OutOfMemory, match=f"for {max_sessions} sessions .* 0.0 GiB free; {fitting}\\.$"):
+            memory.require_kv(1 << 10, 128, 128, max_sessions, CPU)
+    memory.require_kv(1 << 10, 128, 128, 3, CPU)
+    with pytest.raises(OutOfMemory, match=r"free; --sessions 1 with --context 768 fits\.$"):
+        memory.require_kv(1 << 10, 2000, 128, 3000, CPU)
+    memory.require_kv(1 << 10, 768, 128, 1, CPU)
+    with pytest.raises(OutOfMemory, match=r"free; use a smaller model\.$"):
+        memory.require_kv(1 << 30, 128, 128, 3, CPU)

@@ -10,7 +10,7 @@ from typer.main import get_command
 from specsplit import InvalidSettings, Pipeline
 from specsplit.assembly.other_names import OTHER_NAMES, answer_about
 from specsplit.assembly.requests import request_settings
-from specsplit.cli.main import app
+from specsplit.cli.commands import app
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import GATEWAY_KEYS
 from tests.support.forked import ROOT

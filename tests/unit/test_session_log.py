@@ -18,6 +18,7 @@ from specsplit.cli import logs
 from specsplit.core.errors import AccessDenied, Overloaded, SlotBehind, WorkerUnreachable
 from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Proposal
+from specsplit.orchestrator.events import RequestEvents
 from specsplit.target.engine import TargetEngine
 from specsplit.telemetry import spans
 from specsplit.telemetry.session_log import following, log_session, session_id
@@ -123,3 +124,13 @@ async def test_sessions_that_lose_their_slots_are_logged_with_their_requests(cap
         f"lost session {session_id(f'key-{number}')} of request request-{number}: its client was silent for 60 s"
         for number in range(1, whole().max_sessions)
     ]
+
+
+def test_a_draft_that_is_away_loses_no_session(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "specsplit")
+    events = RequestEvents()
+    events.key, events.request_id = KEY, "request-1"
+    events.degrade("draft", "unreachable")
+    assert caplog.messages == []
+    events.degrade("target", "unreachable")
+    assert caplog.messages == [f"lost session {session_id(KEY)} of request request-1: the target is unreachable"]

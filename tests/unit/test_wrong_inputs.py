@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from specsplit.cli.main import app, main
+from specsplit.cli.commands import app
+from specsplit.cli.main import main
 
 COMMANDS = {
     f"{group}{info.name or info.callback.__name__}": info.callback

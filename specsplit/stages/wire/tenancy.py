@@ -171,6 +171,7 @@ class Tenancy:
         self._abandoned = None
         async with self.changing:
             if self.position is position and position.coordinator is None:
-                await self._leave(None)
+                # The stage before hears of it too, maybe before it is told, and takes an end without a word for a loss.
+                await self._leave(StaleEpoch("The coordinator of this chain has left."))
                 with self.watch.running():
                     await self._stage.reset()
