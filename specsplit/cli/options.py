@@ -120,7 +120,7 @@ ServedThreads = Annotated[
     str | None,
     option("--threads", _MODELS, "CPU threads of the model.", "auto, as measured; a draft on loopback has half", "N"),
 ]
-StageThreads = Annotated[int | None, option("--threads", _MODELS, "CPU threads of the stage.", "one per core", "N")]
+StageThreads = Annotated[int | None, option("--threads", _MODELS, "CPU threads of the stage.", "as measured", "N")]
 Listen = Annotated[
     str, option("--listen -l", _SERVICES, "Address to serve on; port 0 picks a free one.", metavar="HOST:PORT")
 ]

@@ -14,6 +14,7 @@ from specsplit.core.defaults import ENV_CONFIG, ENV_PREFIX, STEP_TIMEOUT_S
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Note
+from specsplit.model.threads import num_cores
 from specsplit.rpc.hang import LOOK_S, SILENT, ProcessorWaits, wait_hung
 from specsplit.rpc.local_process import LocalProcess, running
 from specsplit.stages.identity import ExpectedChain
@@ -54,13 +55,15 @@ def local_stages(
 def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[str]:
     """Return the options of stages started here; what they leave out has its default."""
     # The first one has the most layers; all get the same options.
-    most_layers = len(even_ranges(expected.num_layers, settings.local_stages or 1)[0])
+    num_stages = settings.local_stages or 1
+    most_layers = len(even_ranges(expected.num_layers, num_stages)[0])
     given: dict[str, object] = {
         "model": settings.model,
         "ends": expected.ends,
         "dtype": expected.dtype,
         "device": settings.device,
-        "threads": settings.threads,
+        # With every core for each, stages wait at every operator for threads that others keep from running.
+        "threads": settings.threads or max(1, num_cores() // num_stages),
         "context": expected.context,
         "sessions": expected.num_slots,
         "kv-memory": stage_share(settings.kv_memory, most_layers, expected.num_layers),

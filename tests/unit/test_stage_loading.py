@@ -12,10 +12,12 @@ import torch
 
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.model.runner import Runner
+from specsplit.stages import local
 from specsplit.stages.loading import load_coordinator, load_stage
 from specsplit.stages.shard import loader
 from specsplit.stages.shard.loader import LoadedShard
 from tests.support.model_zoo import FAMILIES, save_model
+from tests.support.torch_threads import threads
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -35,3 +37,22 @@ def test_layers_on_a_gpu_are_said_to_be_slow(
     warnings = [record.getMessage() for record in caplog.records if record.name == "specsplit.stages.loading"]
     assert len(warnings) == (2 if device == "cuda" else 0)
     assert all("slow on a GPU" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("layers", ["0:1", "1:2", "2:3"])
+def test_a_stage_chooses_its_threads_by_measuring_unless_told(layers: str, tmp_path: Path) -> None:
+    folder = str(save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1))
+    with threads(2):
+        assert load_stage(StageSettings(model=folder, layers=layers, context=64)).threads in {1, 2}
+    assert load_stage(StageSettings(model=folder, layers=layers, context=64, threads=3)).threads == 3
+
+
+@pytest.mark.parametrize(("num_stages", "given", "wanted"), [(1, None, "4"), (3, None, "1"), (3, 2, "2")])
+def test_local_stages_share_the_cores(
+    num_stages: int, given: int | None, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1))
+    settings = TargetSettings(model=folder, local_stages=num_stages, context=64, threads=given)
+    monkeypatch.setattr(local, "num_cores", lambda: 4)
+    arguments = local.stage_arguments(load_coordinator(settings).expected, settings)
+    assert arguments[arguments.index("--threads") + 1] == wanted
