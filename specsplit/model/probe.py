@@ -157,6 +157,7 @@ def probe(
             position_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             use_cache=False,
+            logits_to_keep=tokens[0],  # as in serving: for a number Gemma 4 cuts the step, masks included
             layer_attention=seen,
         )
     # Every layer once: a layer that was not seen keeps no KV, one that was seen twice would overwrite its own.
