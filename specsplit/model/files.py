@@ -26,7 +26,7 @@ from specsplit.model.memory import is_exhausted
 from specsplit.model.meta_init import WithoutMemory
 from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
-from specsplit.model.transformers_models import AutoModelForCausalLM, PreTrainedModel
+from specsplit.model.transformers_models import PreTrainedModel, auto_class, drop_towers
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ def load_weights(
     config: Any,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
-    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
+    load: Callable[..., Any] | None = None,
 ) -> PreTrainedModel:
-    """Return the model in evaluation mode on `device`; `load` is transformers' or stands in for it.
+    """Return the model in evaluation mode on `device`; `load` stands in for transformers' own.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory.
@@ -72,7 +72,7 @@ def load_weights(
     try:
         with translated(path, name), WithoutMemory():
             source, revision = hub_arguments(path)
-            loaded: Any = load(
+            loaded: Any = (load or auto_class(config).from_pretrained)(
                 source,
                 config=config,
                 dtype=dtype,
@@ -84,6 +84,7 @@ def load_weights(
                 **revision,
             )
             model, info = loaded
+            drop_towers(model)
             model = model.eval().requires_grad_(False).to(device)
     finally:
         transformers_logging.set_verbosity(verbosity)

@@ -1,16 +1,48 @@
 """Imports transformers' models without what serving does not need, and has those that are used here."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from specsplit.model.spared_imports import import_lean
 
 import_lean("transformers.modeling_utils", "transformers.masking_utils")
 
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+from transformers import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function  # noqa: E402
 
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
-    "AutoModelForCausalLM",
     "PreTrainedModel",
+    "auto_class",
     "causal_mask_function",
+    "drop_towers",
 ]
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes the model of a config: one for text, or else for pictures too."""
+    kind, texts, pictures = type(config), MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if kind in pictures and kind not in texts else AutoModelForCausalLM
+
+
+def drop_towers(model: Any) -> None:
+    """Let go of the weights of what reads pictures and sound, which no text calls."""
+    for modality in ("image", "audio"):
+        tower = model.get_encoder(modality=modality)  # the model itself, if it has none
+        # An empty one stays: transformers looks for the module of each part of a config.
+        for name, _ in [] if tower is model or tower is None else list(_owned(tower)):
+            delattr(tower, name)
+
+
+def _owned(module: Any) -> Iterator[tuple[str, Any]]:
+    yield from module.named_children()
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.runner import Runner
+from tests.support.stage_models import Chain
 
 PARENTS = (-1, 0, 0, 1)
 """Three positions deep."""
@@ -16,7 +17,7 @@ def random_ids(count: int, seed: int) -> list[int]:
     return torch.randint(3, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def text_and_tree_rows(runner: Runner, ids: list[int], nodes: list[int]) -> Tensor:
+def text_and_tree_rows(runner: Runner | Chain, ids: list[int], nodes: list[int]) -> Tensor:
     """Return the logits [T + N, V] of a text, which comes in three steps, and of a tree behind its last token."""
     middle, last = len(ids) // 2, len(ids) - 1
     steps = [

@@ -12,6 +12,7 @@ import transformers as tf
 
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import VOCAB
+from tests.support.stage_models import Chain
 from tests.support.tree_rows import PARENTS, random_ids, rows_of_transformers, text_and_tree_rows
 
 _TEXT: dict[str, Any] = {
@@ -49,7 +50,33 @@ def gemma4() -> Any:
     )
 
 
-MULTIMODAL: dict[str, Callable[[], Any]] = {"gemma4": gemma4}
+def gemma3() -> Any:
+    return tf.Gemma3Config(
+        text_config={**_TEXT, **_WINDOWS}, vision_config=_VISION, mm_tokens_per_image=4, image_token_index=299
+    )
+
+
+def mistral3() -> Any:
+    return tf.Mistral3Config(
+        text_config={**_TEXT, "model_type": "mistral"},
+        vision_config={**_VISION, "model_type": "pixtral"},
+        image_token_index=299,
+    )
+
+
+def qwen_vl(config: Any, **more: Any) -> Callable[[], Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32, **more}
+    return lambda: config(text_config={**_TEXT, "rope_parameters": rope}, vision_config=vision, image_token_id=299)
+
+
+MULTIMODAL: dict[str, Callable[[], Any]] = {
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "mistral3": mistral3,
+    "qwen2.5-vl": qwen_vl(tf.Qwen2_5_VLConfig),
+    "qwen3-vl": qwen_vl(tf.Qwen3VLConfig, deepstack_visual_indexes=[0]),
+}
 
 
 def build(config: Any) -> Any:
@@ -68,6 +95,18 @@ def test_the_text_part_has_the_logits_of_transformers(family: str, tmp_path: Pat
     model.save_pretrained(tmp_path)
     runner = load_model(str(tmp_path), role="target", threads=1).runner
     assert runner.is_recorded
+    left = [name for name, _ in runner.model.named_parameters() if "visual" in name or "vision_tower" in name]
+    assert left == []
     ids, nodes = random_ids(33, 1), random_ids(len(PARENTS), 2)
     truth = rows_of_transformers(model, ids, nodes)
     assert (text_and_tree_rows(runner, ids, nodes) - truth).abs().max() < 1e-5 * truth.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-vl"])
+def test_the_text_part_can_be_cut_into_stages(family: str, tmp_path: Path) -> None:
+    model = build(MULTIMODAL[family]())
+    model.save_pretrained(tmp_path)
+    chain = Chain.load(tmp_path, _TEXT["num_hidden_layers"], [2], ends="coordinator", record=False)
+    ids, nodes = random_ids(33, 1), random_ids(len(PARENTS), 2)
+    truth = rows_of_transformers(model, ids, nodes)
+    assert (text_and_tree_rows(chain, ids, nodes) - truth).abs().max() < 1e-5 * truth.abs().max().clamp(min=1)
