@@ -32,7 +32,7 @@ def text_and_tree_rows(runner: Runner | Chain, ids: list[int], nodes: list[int])
 def rows_of_transformers(model: nn.Module, ids: list[int], nodes: list[int]) -> Tensor:
     """Return the same logits by plain forwards of whole texts."""
     paths: list[list[int]] = []
-    for node, parent in zip(nodes, PARENTS, strict=True):
+    for node, parent in zip(nodes, PARENTS, strict=False):
         paths.append([*(paths[parent] if parent >= 0 else ids), node])
     whole = model(torch.tensor([ids]), use_cache=False).logits[0]
     return torch.cat([whole, *(model(torch.tensor([path]), use_cache=False).logits[0, -1:] for path in paths)])
