@@ -23,6 +23,7 @@ from specsplit.model.identity import Stamps, require_unchanged, weight_stamps, w
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading, noted
+from specsplit.model.longest_context import longest_context
 from specsplit.model.meanwhile import Meanwhile
 from specsplit.model.memory_size import MemorySize
 from specsplit.model.packing import check_and_pack
@@ -297,9 +298,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def as_context(config: Any, context: int | None, default_context: int, name: str) -> int:
     """Return the context of a setting, by default that of the model, at most `default_context`."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    made_for = getattr(config.get_text_config(), "max_position_embeddings", None)
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    native = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else limit
+    limit = longest_context(made_for, rope)
+    native = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else made_for
     if context is None:
         return min(native or default_context, default_context)
     if context < 2:

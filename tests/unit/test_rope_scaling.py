@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import transformers as tf
 
-from specsplit.core.errors import ModelUnsupported
+from specsplit.core.errors import InvalidRequest, ModelUnsupported
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
 from specsplit.model.probe import refuse_by_config
+from specsplit.stages.shape import read_shape
 from tests.support.model_zoo import build_model, save_model, small
 from tests.support.tree_rows import PARENTS, random_ids, rows_of_transformers, text_and_tree_rows
 
@@ -49,3 +50,23 @@ def test_dynamic_rope_without_a_longest_context_is_refused() -> None:
     config.get_text_config = lambda: config
     with pytest.raises(ModelUnsupported, match=r"beyond max_position_embeddings, which its config\.json does not give"):
         refuse_by_config(config)
+
+
+def test_yarn_goes_as_far_as_its_factor_and_no_further(tmp_path: Path) -> None:
+    """As Qwen's model cards say: the factor is given, and max_position_embeddings stays."""
+    yarn = small(tf.Qwen3Config, max_position_embeddings=40, rope_parameters=YARN)
+    folder = save_model(tmp_path / "qwen3", yarn(), seed=1, with_tokenizer=False)
+    assert load_model(str(folder), role="target", threads=1, record=False).context == 40
+    with pytest.raises(InvalidRequest, match="up to 128 tokens, so --context 129 is too long"):
+        load_model(str(folder), role="target", context=129)
+    runner = load_model(str(folder), role="target", context=128, threads=1).runner
+    ids, nodes = random_ids(125, 1), random_ids(len(PARENTS), 2)
+    truth = rows_of_transformers(build_model(yarn(), seed=1), ids, nodes)
+    assert (text_and_tree_rows(runner, ids, nodes) - truth).abs().max() < 1e-5
+
+
+def test_a_plan_knows_how_far_yarn_goes() -> None:
+    config = small(tf.Qwen3Config, max_position_embeddings=40)().to_dict()
+    assert read_shape(config).max_context == 40
+    del config["rope_parameters"]
+    assert read_shape({**config, "rope_scaling": YARN}).max_context == 128
