@@ -362,9 +362,7 @@ def _probe(model: PreTrainedModel, part: PartialModel) -> ProbeResult:
         model.set_attn_implementation(NAME)
         return ProbeResult((), ())
 
-    def forward(
-        input_ids: Tensor, position_ids: Tensor, use_cache: bool, logits_to_keep: Tensor, **more: Any
-    ) -> Tensor:
+    def forward(input_ids: Tensor, position_ids: Tensor, use_cache: bool, logits_to_keep: Tensor, **more: Any) -> Any:
         return part(part.random_source(input_ids.shape[1], 0), position_ids, logits_to_keep[:1], **more)
 
     return probe(model, forward, part.spec.layers)
