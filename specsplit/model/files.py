@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,14 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
+from specsplit.core.errors import (
+    MissingExtra,
+    ModelDamaged,
+    ModelNotFound,
+    ModelUnsupported,
+    OutOfMemory,
+    SpecSplitError,
+)
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.identity import files_hash, read_tokenizer_files, stored_dtypes
 from specsplit.model.memory import is_exhausted
@@ -214,10 +222,16 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
     if not Path(path).is_dir() and isinstance(error, OSError) and "not a valid JSON" not in said:
         return ModelNotFound(UNREACHABLE.format(name=name))
     if part == "tokenizer":
-        return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")
+        return _tokenizer_error(model_folder(path), name, text)
     if isinstance(error, OSError | json.JSONDecodeError):
         return ModelDamaged(f"The files of {name} cannot be read ({text}).")
     return ModelUnsupported(f"{name} cannot be loaded as a decoder-only language model ({text}).")
+
+
+def _tokenizer_error(folder: Path | None, name: str, text: str) -> SpecSplitError:
+    if folder is not None and (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+        return MissingExtra(f"The tokenizer.model of {name} needs sentencepiece: pip install sentencepiece.")
+    return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")
 
 
 def one_line(error: Exception) -> str:
