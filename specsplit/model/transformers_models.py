@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from specsplit.core.errors import ModelUnsupported
 from specsplit.model.spared_imports import import_lean
 
 import_lean("transformers.modeling_utils", "transformers.masking_utils")
@@ -28,9 +29,19 @@ __all__ = [
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that makes the model of a config: one for text, or else for pictures too."""
-    kind, texts, pictures = type(config), MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if kind in pictures and kind not in texts else AutoModelForCausalLM
+    """Return the class of transformers that makes the model of a config: one for text, or else for pictures too.
+
+    Raises:
+        ModelUnsupported: transformers has neither.
+    """
+    kind = type(config)
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise ModelUnsupported(
+        f"{config.model_type} models cannot be loaded as language models; name a model that continues texts."
+    )
 
 
 def drop_towers(model: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
+from specsplit.core.errors import ModelUnsupported
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import VOCAB
 from tests.support.stage_models import Chain
@@ -110,3 +111,9 @@ def test_the_text_part_can_be_cut_into_stages(family: str, ends: str, tmp_path: 
     ids, nodes = random_ids(33, 1), random_ids(len(PARENTS), 2)
     truth = rows_of_transformers(model, ids, nodes)
     assert (text_and_tree_rows(chain, ids, nodes) - truth).abs().max() < 1e-5 * truth.abs().max().clamp(min=1)
+
+
+def test_a_model_without_a_text_part_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    tf.AutoModel.from_config(tf.SiglipVisionConfig(**_VISION)).save_pretrained(tmp_path)
+    with pytest.raises(ModelUnsupported, match=r"siglip_vision_model models cannot be loaded .* name a model that"):
+        load_model(str(tmp_path), role="target")
