@@ -134,6 +134,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         min_sessions=settings.target.sessions or 1,
         kv_memory=parse_memory(settings.target.kv_memory),
         node_limit=node_limit,
+        shares_tokenizer=False,
         progress=lambda phase, fraction: report(f"target: {phase}", fraction * share),
     )
     if target.tokenizer is None:
@@ -212,6 +213,7 @@ def _load_draft(source: str, settings: Settings, progress: Progress, fallback: L
         "dtype": chosen.dtype,
         "device": chosen.device,
         "vocab": chosen.vocab,
+        "shares_tokenizer": False,
         "context": chosen.context,
         "min_sessions": chosen.sessions or 1,
         "node_limit": max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes or 0),
@@ -268,6 +270,7 @@ def load_worker(
         max_sessions=settings.sessions or MOST_SERVED,
         min_sessions=settings.sessions or SERVED_SESSIONS,
         kv_memory=kv_memory,
+        shares_tokenizer=role == "target",
         progress=progress,
     )
     if model.tokenizer is None:

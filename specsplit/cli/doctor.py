@@ -22,6 +22,7 @@ from specsplit.core.errors import SpecSplitError
 from specsplit.core.settings import EffectiveSettings, Settings, load_settings
 from specsplit.core.types import Identity
 from specsplit.model.extra import require_worker_extra
+from specsplit.model.longest_context import longest_context
 from specsplit.model.memory_size import shown_memory
 
 if TYPE_CHECKING:
@@ -195,7 +196,9 @@ def _weights(model: LoadedModel) -> str:
 def _context(model: LoadedModel) -> str:
     """Return the context, and what the model allows if the default is less."""
     config: Any = model.runner.model.config
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text: Any = config.get_text_config()
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    limit = longest_context(getattr(text, "max_position_embeddings", None), rope)
     is_less = limit is not None and model.context < limit
     return f"{model.context} of the {limit} that it was made for (--context)" if is_less else str(model.context)
 

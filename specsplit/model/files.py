@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +20,21 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from specsplit.core.errors import ModelDamaged, ModelNotFound, ModelUnsupported, OutOfMemory, SpecSplitError
+from specsplit.core.errors import (
+    MissingExtra,
+    ModelDamaged,
+    ModelNotFound,
+    ModelUnsupported,
+    OutOfMemory,
+    SpecSplitError,
+)
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.identity import files_hash, read_tokenizer_files, stored_dtypes
 from specsplit.model.memory import is_exhausted
 from specsplit.model.meta_init import WithoutMemory
 from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
-from specsplit.model.transformers_models import AutoModelForCausalLM, PreTrainedModel
+from specsplit.model.transformers_models import PreTrainedModel, auto_class, drop_towers
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +67,9 @@ def load_weights(
     config: Any,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
-    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
+    load: Callable[..., Any] | None = None,
 ) -> PreTrainedModel:
-    """Return the model in evaluation mode on `device`; `load` is transformers' or stands in for it.
+    """Return the model in evaluation mode on `device`; `load` stands in for transformers' own.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory.
@@ -72,7 +80,7 @@ def load_weights(
     try:
         with translated(path, name), WithoutMemory():
             source, revision = hub_arguments(path)
-            loaded: Any = load(
+            loaded: Any = (load or auto_class(config).from_pretrained)(
                 source,
                 config=config,
                 dtype=dtype,
@@ -84,6 +92,7 @@ def load_weights(
                 **revision,
             )
             model, info = loaded
+            drop_towers(model)
             model = model.eval().requires_grad_(False).to(device)
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -213,10 +222,16 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
     if not Path(path).is_dir() and isinstance(error, OSError) and "not a valid JSON" not in said:
         return ModelNotFound(UNREACHABLE.format(name=name))
     if part == "tokenizer":
-        return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")
+        return _tokenizer_error(model_folder(path), name, text)
     if isinstance(error, OSError | json.JSONDecodeError):
         return ModelDamaged(f"The files of {name} cannot be read ({text}).")
     return ModelUnsupported(f"{name} cannot be loaded as a decoder-only language model ({text}).")
+
+
+def _tokenizer_error(folder: Path | None, name: str, text: str) -> SpecSplitError:
+    if folder is not None and (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None:
+        return MissingExtra(f"The tokenizer.model of {name} needs sentencepiece: pip install sentencepiece.")
+    return ModelDamaged(f"The tokenizer of {name} cannot be read ({text}).")
 
 
 def one_line(error: Exception) -> str:

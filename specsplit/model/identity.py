@@ -66,11 +66,9 @@ def read_tokenizer_files(folder: Path, name: str) -> dict[str, bytes]:
     Raises:
         ModelDamaged: they are too large, cannot be read, or a link leads out of the model `name`.
     """
-    root, files, room = _root(folder), dict[str, bytes](), MAX_TOKENIZER_BYTES
+    files, room = dict[str, bytes](), MAX_TOKENIZER_BYTES
     try:
-        for path in sorted(_tokenizer_paths(folder)):
-            if not path.resolve().is_relative_to(root):
-                raise ModelDamaged(f"{path.name} of {name} is a link that leads out of the model's folder; copy it in.")
+        for path in _tokenizer_paths_within(folder, name):
             # One byte more than allowed shows a file that is too large without reading all of it.
             with path.open("rb") as file:
                 content = file.read(room + 1)
@@ -81,6 +79,17 @@ def read_tokenizer_files(folder: Path, name: str) -> dict[str, bytes]:
     except OSError as error:
         raise ModelDamaged(f"The tokenizer files of {name} cannot be read ({error}).") from error
     return files
+
+
+def require_no_links_out(folder: Path | None, name: str) -> None:
+    """Refuse a folder whose tokenizer's files `read_tokenizer_files` refuses for being links, without reading them.
+
+    Raises:
+        ModelDamaged: a link leads out of the model `name`.
+    """
+    if folder is not None:
+        with suppress(OSError):  # which reading says in better words
+            _tokenizer_paths_within(folder, name)
 
 
 def place_of(file_name: str) -> Path:
@@ -193,6 +202,15 @@ def _root(folder: Path) -> Path:
     folder = folder.resolve()
     repository = folder.parent.parent
     return repository if folder.parent.name == "snapshots" and (repository / "blobs").is_dir() else folder
+
+
+def _tokenizer_paths_within(folder: Path, name: str) -> Sequence[Path]:
+    """Return the paths of the tokenizer's files, none of which is a link that leads out of the model `name`."""
+    root, paths = _root(folder), sorted(_tokenizer_paths(folder))
+    for path in paths:
+        if not path.resolve().is_relative_to(root):
+            raise ModelDamaged(f"{path.name} of {name} is a link that leads out of the model's folder; copy it in.")
+    return paths
 
 
 def _tokenizer_paths(folder: Path) -> Iterator[Path]:

@@ -19,10 +19,11 @@ from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import comparisons_of
 from specsplit.model.draft_vocab import kept_ids, trim_head
 from specsplit.model.files import load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
-from specsplit.model.identity import Stamps, require_unchanged, weight_stamps, weights_hash
+from specsplit.model.identity import Stamps, require_no_links_out, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading, noted
+from specsplit.model.longest_context import longest_context
 from specsplit.model.meanwhile import Meanwhile
 from specsplit.model.memory_size import MemorySize
 from specsplit.model.packing import check_and_pack
@@ -74,6 +75,8 @@ class LoadOptions(TypedDict, total=False):
     node_limit: int
     vocab: str | None
     """The tokens that a draft's head computes, as `draft_vocab.kept_ids` reads it; by default all."""
+    shares_tokenizer: bool
+    """Whether others get the tokenizer's files, which may not be links out of the model's folder then; the default."""
     record: bool
     """False keeps the model's forward in Python, for hooks and profiles."""
 
@@ -121,7 +124,7 @@ class LoadedModel(Loaded):
     tokenizer: TransformersTokenizer | None
     eos_ids: tuple[int, ...]
     tokenizer_files: TokenizerFiles | None = None
-    """The files as they were at load; None without a tokenizer."""
+    """The files as they were at load; None without a tokenizer, or if it is not shared."""
     weights_hash: str = ""
     """Hash of the weight files and of the format that they were rounded to."""
     has_long_factors: bool = False
@@ -173,16 +176,16 @@ def load_model(
         report("config", 0.05)
         config, path = load_config(path, name), at_commit(path)
         refuse_by_config(config)
+        if shares_tokenizer := options.get("shares_tokenizer", True):
+            require_no_links_out(model_folder(path), name)  # before the long load
         reading = Meanwhile(lambda: load_tokenizer(path, name, config))
         report("weights", 0.15)
         stamps = weight_stamps(model_folder(path))
-        form = weight_format(options.get("dtype"))
-        dtype = as_dtype(options.get("dtype"), device, config, role)
+        form, dtype = weight_format(options.get("dtype")), as_dtype(options.get("dtype"), device, config, role)
         model = noted(load_weights(path, name, config, dtype, device))
         kept = _trimmed(model, options.get("vocab"), reading.result, name)
         report("probing", 0.7)
-        probed = probe(model)
-        wanted = _kv_request(config, options, name)
+        probed, wanted = probe(model), _kv_request(config, options, name)
         plan = plan_slots(model, probed, wanted)
         fix_positions(model, plan.context)
         runner = Runner(EagerBackend(model, probed, kept), allocate(model, probed, plan), plan.context)
@@ -207,7 +210,7 @@ def load_model(
         eos_ids=eos_ids,
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
         weight_format=form,
-        tokenizer_files=tokenizer_files(model_folder(path), name, tokenizer),
+        tokenizer_files=tokenizer_files(model_folder(path), name, tokenizer) if shares_tokenizer else None,
         weights_hash=rounded_hash(_weights_hash(path, name, stamps), form),
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
@@ -297,9 +300,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def as_context(config: Any, context: int | None, default_context: int, name: str) -> int:
     """Return the context of a setting, by default that of the model, at most `default_context`."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    made_for = getattr(config.get_text_config(), "max_position_embeddings", None)
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    native = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else limit
+    limit = longest_context(made_for, rope)
+    native = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else made_for
     if context is None:
         return min(native or default_context, default_context)
     if context < 2:

@@ -52,7 +52,7 @@ def refuse_by_config(config: Any) -> None:
     """Refuse a model whose config already shows that it cannot be served.
 
     Raises:
-        ModelUnsupported: encoder-decoder, layers that cannot roll back, or rotary frequencies that follow the length.
+        ModelUnsupported: encoder-decoder, layers that cannot roll back, or frequencies without a longest context.
     """
     text = config.get_text_config()
     name = f"{config.model_type} models"
@@ -63,10 +63,10 @@ def refuse_by_config(config: Any) -> None:
         raise ModelUnsupported(f"{name} have layers without a KV cache that rolls back ({', '.join(odd)}).")
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict)}
-    if "dynamic" in kinds:
+    if "dynamic" in kinds and getattr(text, "max_position_embeddings", None) is None:
         raise ModelUnsupported(
-            f"This {config.model_type} model uses dynamic RoPE, whose frequencies change with the length, so cached "
-            "keys would become wrong; set another rope_type in its config.json."
+            f"This {config.model_type} model uses dynamic RoPE, whose frequencies change beyond "
+            "max_position_embeddings, which its config.json does not give, so cached keys would become wrong; add it."
         )
 
 
@@ -156,6 +156,7 @@ def probe(
             position_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             use_cache=False,
+            logits_to_keep=tokens[0],  # as in serving: for a number Gemma 4 cuts the step, masks included
             layer_attention=seen,
         )
     # Every layer once: a layer that was not seen keeps no KV, one that was seen twice would overwrite its own.

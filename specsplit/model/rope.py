@@ -1,6 +1,6 @@
 """Positions that count as each token's own, wherever a forward begins and whatever length a session reaches.
 
-Long rotary embeddings never switch, so cached keys stay right; factors of attention do not count the tokens of a step.
+Rotary embeddings never switch, so cached keys stay right; factors of attention do not count the tokens of a step.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def with_factors(file_hash: str, *, has_long: bool) -> str:
 def fix_positions(model: PreTrainedModel, context: int) -> None:
     """Make all that a model of this context derives from positions the same in any forward."""
     _fix_longrope(model, context)
+    _fix_dynamic(model)
     for layer in model.modules():
         attention = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not getattr(attention, "use_rope", True):
@@ -83,3 +84,17 @@ def _fix_longrope(model: PreTrainedModel, context: int) -> None:
         module.inv_freq.copy_(frequencies)  # type: ignore[union-attr]
         module.original_inv_freq = frequencies.clone()  # type: ignore[union-attr]
         module.long_inv_freq = frequencies.clone()  # type: ignore[assignment]
+
+
+def _fix_dynamic(model: PreTrainedModel) -> None:
+    """Keep the frequencies of dynamic RoPE, which are the same at every position of the longest context.
+
+    transformers would change them, for every row of a step, if one node of a tree is beyond it.
+    """
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        if kinds == "dynamic":
+            module.rope_type = "default"  # type: ignore[assignment]
+        elif isinstance(kinds, dict):
+            fixed = {layers: "default" if kind == "dynamic" else kind for layers, kind in kinds.items()}
+            module.rope_type = fixed  # type: ignore[assignment]

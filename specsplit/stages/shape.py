@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported
+from specsplit.model.longest_context import longest_context
 from specsplit.model.weight_format import WEIGHT_FORMATS
 from specsplit.stages.families import BYTES, FAMILIES, ComputeDtype, ConfigValues, Family, PlanDtype, Weights
 
@@ -83,6 +84,8 @@ def read_shape(config: Mapping[str, Any], name: str = "this model") -> ModelShap
     if num_layers > _MAX_LAYERS:
         raise ModelDamaged(f"The config.json of {name} has {num_layers} layers, which no model has.")
     embedding, final_norm, head = family.ends(values)
+    said: Any = text.get("rope_parameters") or text.get("rope_scaling")
+    rope = cast("Mapping[str, Any]", said) if isinstance(said, Mapping) else {}
     return ModelShape(
         model_type=model_type,
         hidden_size=values.size("hidden_size"),
@@ -93,7 +96,7 @@ def read_shape(config: Mapping[str, Any], name: str = "this model") -> ModelShap
         final_norm=final_norm,
         head=head,
         is_tied=values.flag("tie_word_embeddings"),
-        max_context=values.optional_size("max_position_embeddings"),
+        max_context=longest_context(values.optional_size("max_position_embeddings"), rope),
         checkpoint_dtype=_CHECKPOINT_DTYPES.get(str(text.get("dtype") or text.get("torch_dtype"))),
         notes=_notes(config, text, family),
     )

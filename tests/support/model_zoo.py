@@ -32,26 +32,27 @@ _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_atte
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 
 
-def _small(config: type, **changes: Any) -> Callable[[], Any]:
+def small(config: type, **changes: Any) -> Callable[[], Any]:
+    """Return what makes a small config of a kind."""
     return lambda: config(**{**_SMALL, **changes})
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": _small(tf.LlamaConfig),
-    "qwen2": _small(tf.Qwen2Config),
-    "qwen2-window": _small(tf.Qwen2Config, use_sliding_window=True, **_WINDOWS),
-    "qwen3": _small(tf.Qwen3Config),
-    "qwen3-moe": _small(tf.Qwen3MoeConfig, **_EXPERTS),
-    "mistral": _small(tf.MistralConfig, sliding_window=None),
-    "mistral-window": _small(tf.MistralConfig, sliding_window=8),
+    "llama": small(tf.LlamaConfig),
+    "qwen2": small(tf.Qwen2Config),
+    "qwen2-window": small(tf.Qwen2Config, use_sliding_window=True, **_WINDOWS),
+    "qwen3": small(tf.Qwen3Config),
+    "qwen3-moe": small(tf.Qwen3MoeConfig, **_EXPERTS),
+    "mistral": small(tf.MistralConfig, sliding_window=None),
+    "mistral-window": small(tf.MistralConfig, sliding_window=8),
     "gpt2": lambda: tf.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=1
     ),
-    "gemma": _small(tf.GemmaConfig),
-    "gemma2": _small(tf.Gemma2Config, **_WINDOWS, attn_logit_softcapping=0.5, final_logit_softcapping=5.0),
-    "gemma3": _small(tf.Gemma3TextConfig, **_WINDOWS),
-    "phi3": _small(tf.Phi3Config),
-    "olmo2": _small(tf.Olmo2Config),
+    "gemma": small(tf.GemmaConfig),
+    "gemma2": small(tf.Gemma2Config, **_WINDOWS, attn_logit_softcapping=0.5, final_logit_softcapping=5.0),
+    "gemma3": small(tf.Gemma3TextConfig, **_WINDOWS),
+    "phi3": small(tf.Phi3Config),
+    "olmo2": small(tf.Olmo2Config),
     "opt": lambda: tf.OPTConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -74,15 +75,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         bos_token_id=0,
         eos_token_id=1,
     ),
-    "smollm3": _small(tf.SmolLM3Config, no_rope_layers=[1, 1, 0]),
-    "gpt-oss": _small(
+    "smollm3": small(tf.SmolLM3Config, no_rope_layers=[1, 1, 0]),
+    "gpt-oss": small(
         tf.GptOssConfig,
         **_WINDOWS,
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
-    "phi3-longrope": _small(
+    "phi3-longrope": small(
         tf.Phi3Config,
         original_max_position_embeddings=64,
         rope_parameters={
@@ -106,13 +107,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "attention",
     ),
     "mamba": (lambda: tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "attention"),
-    "doge": (_small(tf.DogeConfig), "fails in its first forward"),
-    "dynamic-rope": (
-        _small(tf.LlamaConfig, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        "dynamic RoPE",
-    ),
+    "doge": (small(tf.DogeConfig), "fails in its first forward"),
     "qwen3-next": (
-        _small(
+        small(
             tf.Qwen3NextConfig,
             layer_types=["linear_attention", "full_attention", "linear_attention"],
             linear_num_value_heads=4,

@@ -92,7 +92,7 @@ class EagerBackend:
             position_ids=step.layout.position_ids,
             attention_mask=step.attention_mask,
             use_cache=False,
-            logits_to_keep=0 if logit_rows is None else logit_rows,
+            logits_to_keep=slice(None) if logit_rows is None else logit_rows,  # for a number Gemma 4 cuts the step
             layer_attention=attention,
         ).logits[0]
 

@@ -362,8 +362,8 @@ def _probe(model: PreTrainedModel, part: PartialModel) -> ProbeResult:
         model.set_attn_implementation(NAME)
         return ProbeResult((), ())
 
-    def forward(input_ids: Tensor, position_ids: Tensor, use_cache: bool, **keywords: Any) -> Tensor:
-        return part(part.random_source(input_ids.shape[1], 0), position_ids, input_ids[0, :1], **keywords)
+    def forward(input_ids: Tensor, position_ids: Tensor, use_cache: bool, logits_to_keep: Tensor, **more: Any) -> Any:
+        return part(part.random_source(input_ids.shape[1], 0), position_ids, logits_to_keep[:1], **more)
 
     return probe(model, forward, part.spec.layers)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specsplit.core.errors import InvalidRequest, ModelUnsupported
 from specsplit.model.attention.function import NAME
 from specsplit.model.files import translated
-from specsplit.model.transformers_models import AutoModelForCausalLM, PreTrainedModel
+from specsplit.model.transformers_models import PreTrainedModel, auto_class, drop_towers
 
 _NUM_TOKENS = 3
 _FORWARD_ERRORS = (RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError)
@@ -174,7 +174,8 @@ def find_outline(path: str, name: str, config: Any) -> Outline:
     """
     with translated(path, name):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+            model = auto_class(config).from_config(config, attn_implementation="eager", trust_remote_code=False)
+        drop_towers(model)
         model.set_attn_implementation(NAME)
         text = model.config.get_text_config()
         tied = dict(model.all_tied_weights_keys)
@@ -283,6 +284,7 @@ def shard_class(outline: Outline, spec: ShardSpec) -> Any:
 
 
 def _strip(model: Any, outline: Outline, spec: ShardSpec) -> None:
+    drop_towers(model)
     layers = model.get_submodule(outline.layers)
     for index in range(outline.num_layers):
         if index not in spec.layers:

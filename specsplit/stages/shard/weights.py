@@ -95,7 +95,7 @@ def select(outline: Outline, names: Mapping[str, str], spec: ShardSpec) -> dict[
         partner = outline.tied.get(key)
         spellings = outline.spellings(key)
         if partner is not None and partner not in wanted:
-            spellings += outline.spellings(partner)
+            spellings += outline.spellings(partner) + _converted(outline, names, partner)
         spelling = next((spelling for spelling in spellings if spelling in names), None)
         if spelling is not None:
             chosen[key] = spelling
@@ -107,6 +107,12 @@ def select(outline: Outline, names: Mapping[str, str], spec: ShardSpec) -> dict[
     if not chosen.keys() >= set(wanted):
         chosen |= {name: name for name in _unknown(outline, names) if name not in chosen}
     return chosen
+
+
+def _converted(outline: Outline, names: Mapping[str, str], key: str) -> tuple[str, ...]:
+    """Return the names that may be that of a tensor outside the layers before transformers converts its prefix."""
+    end = ".".join(key.rsplit(".", 2)[-2:])
+    return tuple(name for name in names if name.endswith(f".{end}") and outline.layer_of(name) is None)
 
 
 def _unknown(outline: Outline, names: Mapping[str, str]) -> Iterator[str]:
