@@ -114,7 +114,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     check_audit(settings, 1)
     require_worker_extra()
     from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
-    from specsplit.model.threads import num_cores
+    from specsplit.model.cores import num_cores
 
     report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
@@ -285,7 +285,7 @@ def most_threads(settings: WorkerSettings) -> int | None:
     A draft that listens on loopback works for a target on this machine. With every core for both, each waits at every
     operator for threads that the other one keeps from running: `overlap` was four times slower than plain decoding.
     """
-    from specsplit.model.threads import num_cores
+    from specsplit.model.cores import num_cores
 
     is_near = isinstance(settings, DraftSettings) and is_loopback(parse_address(settings.listen, listening=True)[0])
     return max(1, num_cores() // 2) if is_near else None

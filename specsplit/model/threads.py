@@ -20,6 +20,8 @@ from typing import TypeVar
 
 import torch
 
+from specsplit.model.cores import num_cores
+
 _SOFTLY = 1
 """OpenMP's omp_pause_soft: a thread's own settings stay as they are."""
 T = TypeVar("T")
@@ -108,11 +110,6 @@ def _computed(places: dict[Future[R], int]) -> Generator[tuple[int, R]]:
     done, _ = wait(places, return_when=FIRST_COMPLETED)
     for future in done:
         yield places.pop(future), future.result()
-
-
-def num_cores() -> int:
-    """Return the cores that this process may use: a container or `taskset` may give it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_threads(

@@ -14,7 +14,7 @@ from specsplit.core.defaults import ENV_CONFIG, ENV_PREFIX, STEP_TIMEOUT_S
 from specsplit.core.errors import DeadlineExceeded, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import TargetSettings
 from specsplit.core.types import Note
-from specsplit.model.threads import num_cores
+from specsplit.model.cores import num_cores
 from specsplit.rpc.hang import LOOK_S, SILENT, ProcessorWaits, wait_hung
 from specsplit.rpc.local_process import LocalProcess, running
 from specsplit.stages.identity import ExpectedChain

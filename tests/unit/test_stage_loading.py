@@ -29,7 +29,7 @@ def test_layers_on_a_gpu_are_said_to_be_slow(
 
     def load_there(*arguments: Any) -> LoadedShard:
         runner = cast(Runner, SimpleNamespace(device=torch.device(device)))
-        return cast(LoadedShard, replace(load_shard(*arguments), runner=runner))
+        return replace(load_shard(*arguments), runner=runner)
 
     monkeypatch.setattr(loader, "load_shard", load_there)
     load_stage(StageSettings(model=folder, layers="1:3", threads=1))
