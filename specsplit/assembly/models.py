@@ -113,8 +113,8 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     check_models(settings)
     check_audit(settings, 1)
     require_worker_extra()
-    from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
     from specsplit.model.cores import num_cores
+    from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
 
     report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
