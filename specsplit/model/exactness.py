@@ -39,7 +39,7 @@ _LIMITS = (
 )
 """Variables that choose the libraries' kernels; oneDNN still reads its old names, too."""
 _FILE, _WIDTHS_FILE = "proofs.json", "widths.json"
-_VERSION = 5
+_VERSION = 6
 """Changes with the layout of forwards: the rows attended to, the parts of products, activations."""
 
 
