@@ -68,7 +68,8 @@ def _kind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | No
     if func is F.gelu:
         return _GELUS.get(kwargs.get("approximate", "none")) if len(args) == 1 else None
     kind = _KINDS.get(func)
-    return kind if len(args) == 1 and not any(kwargs.values()) else None
+    # The options of any other function may be tensors, which have no truth.
+    return kind if kind is not None and len(args) == 1 and not any(kwargs.values()) else None
 
 
 class WholeVectors(TorchFunctionMode):

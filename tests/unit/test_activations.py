@@ -83,3 +83,4 @@ def test_options_and_memory_of_the_caller_are_respected() -> None:
         assert torch.equal(F.gelu(values), F.gelu(values, approximate="none"))
         in_place = values.clone()
         assert F.silu(in_place, inplace=True) is in_place
+        assert torch.equal(torch.add(values, other=values), 2 * values)  # an option that has no truth
