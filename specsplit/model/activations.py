@@ -1,7 +1,8 @@
 """Activations that give an element the same bits wherever it stands.
 
 Torch computes some of them vector by vector, and what is left at the end of a run by another exponential; where runs
-end follows from the number of elements and of threads. Here every run is made of whole vectors (docs/adr/0015).
+end follows from the number of elements and of threads. Elements that lie apart in memory it computes by other code
+still. Here every run lies in a row and is made of whole vectors (docs/adr/0015).
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ _KINDS: Mapping[Any, str] = {
     F.softplus: "softplus",
     F.mish: "mish",
 }
+_GELUS = {"none": "gelu", "tanh": "gelu tanh"}
 
 
 def _of_vectors(x: Tensor, kind: str) -> Tensor:
     if kind == "silu":
         return F.silu(x)
+    if kind == "gelu":
+        return F.gelu(x)
     if kind == "gelu tanh":
         return F.gelu(x, approximate="tanh")
     if kind == "softplus":
@@ -42,7 +46,7 @@ def _activate(x: Tensor, kind: str) -> Tensor:
 
     A recording is made with one thread and runs with any number, so no run may follow from that number.
     """
-    flat = x.reshape(-1)
+    flat = x.reshape(-1).contiguous()  # every second element of a tensor is a view that is flat already
     count = flat.numel()
     if count % 64 > 0:  # torch takes two vectors at a time: 64 elements of the longest ones in half precision
         flat = F.pad(flat, [0, 64 - count % 64])
@@ -62,10 +66,10 @@ with warnings.catch_warnings():
 def _kind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return the activation that a call stands for; None for any other call, or one with options of its own."""
     if func is F.gelu:
-        is_tanh = len(args) == 1 and kwargs == {"approximate": "tanh"}
-        return "gelu tanh" if is_tanh else None
+        return _GELUS.get(kwargs.get("approximate", "none")) if len(args) == 1 else None
     kind = _KINDS.get(func)
-    return kind if len(args) == 1 and not any(kwargs.values()) else None
+    # The options of any other function may be tensors, which have no truth.
+    return kind if kind is not None and len(args) == 1 and not any(kwargs.values()) else None
 
 
 class WholeVectors(TorchFunctionMode):

@@ -32,6 +32,8 @@ _PROOF_ROWS, _FEW_PROOF_ROWS = 524, 140
 _FEW_PARAMETERS = 100_000_000
 _LAST = 24
 """Rows at the end of the proof's text that are compared one by one."""
+_FEW_SINGLE_ROWS = 8
+"""Rows that a large model computes alone, each of which has many elements; a small one computes all of the last."""
 _CHUNKS = (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 100)
 _LIMITS = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
@@ -39,7 +41,7 @@ _LIMITS = (
 )
 """Variables that choose the libraries' kernels; oneDNN still reads its old names, too."""
 _FILE, _WIDTHS_FILE = "proofs.json", "widths.json"
-_VERSION = 5
+_VERSION = 6
 """Changes with the layout of forwards: the rows attended to, the parts of products, activations."""
 
 
@@ -98,8 +100,11 @@ def _found_width(dtype: torch.dtype) -> int:
 
 
 @torch.inference_mode()
-def settle(runner: Provable) -> None:
-    """Prove that the runner's rows have the same bits in any company, and note on it what was found and why."""
+def settle(runner: Provable, weights_hash: str) -> None:
+    """Prove that the runner's rows have the same bits in any company, and note on it what was found and why.
+
+    Whether two orders of a sum differ in their last bit depends on the numbers, so the outcome is for these weights.
+    """
     if runner.device.type != "cpu":
         runner.exactness_reason = "on a GPU the order of sums follows the number of rows"
         return
@@ -107,7 +112,7 @@ def settle(runner: Provable) -> None:
         runner.exactness_reason = f"this machine has no packed products for {str(runner.dtype).removeprefix('torch.')}"
         return
     runner.numerics = fingerprint(runner.dtype)
-    key = digest(runner.numerics, runner.outline, _extent(runner))
+    key = digest(runner.numerics, runner.outline, weights_hash, _extent(runner))
     proofs = Proofs(_FILE)
     reason = proofs.get(key)
     if reason is None:
@@ -151,8 +156,10 @@ class _Extent(NamedTuple):
 
     num_rows: int
     """Tokens of the text."""
+    num_single: int
+    """Tokens at its end that are computed alone."""
     depth: int
-    """Tokens at its end that are computed alone and in a tree."""
+    """Tokens at its end that are computed in a tree."""
     has_others: bool
     """Whether another session stands beside."""
 
@@ -162,13 +169,14 @@ def _extent(runner: Provable) -> _Extent:
         sum(kind.num_outputs * kind.num_inputs for kind in runner.products) * len(runner.cache.keys) < _FEW_PARAMETERS
     )
     num_rows = min(_PROOF_ROWS if is_small else _FEW_PROOF_ROWS, runner.context)
+    num_single = min(_LAST if is_small else _FEW_SINGLE_ROWS, num_rows - 1)
     depth = min(8, num_rows - 1, (runner.cache.capacity - num_rows) // 2)
-    return _Extent(num_rows, depth, has_others=runner.cache.num_slots > 1)
+    return _Extent(num_rows, num_single, depth, has_others=runner.cache.num_slots > 1)
 
 
 def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
     """Yield circumstances in which a row could differ, and whether it is the same there bit for bit."""
-    num_rows, depth, has_others = _extent(runner)
+    num_rows, num_single, depth, has_others = _extent(runner)
     last = min(_LAST, num_rows)
     token_ids = torch.randint(runner.vocab_size, (num_rows,), generator=torch.Generator().manual_seed(2)).tolist()
     rows = runner.proof_rows([SequenceInput(0, 0, token_ids, num_logits=last)])
@@ -177,11 +185,11 @@ def _trials(runner: Provable) -> Iterator[tuple[str, bool]]:
     cut = _in_chunks(runner, token_ids, last)
     yield "in a prefill of another width", torch.equal(cut, rows) and _same(_memory(runner, num_rows), memory)
 
-    base = num_rows - depth
-    wanted = rows[last - depth :] if depth else rows[:0]
-    alone = [runner.proof_rows([SequenceInput(0, base + row, [token_ids[base + row]])]) for row in range(depth)]
-    yield "alone", not alone or torch.equal(torch.cat(alone), wanted)
+    places = range(num_rows - num_single, num_rows)
+    alone = [runner.proof_rows([SequenceInput(0, place, [token_ids[place]])]) for place in places]
+    yield "alone", not alone or torch.equal(torch.cat(alone), rows[last - num_single :])
 
+    base, wanted = num_rows - depth, rows[last - depth :]
     # Node 2 i is a wrong token, 2 i + 1 the true one; both hang below the true token before.
     nodes = [token for true in token_ids[base:] for token in ((true + 1) % runner.vocab_size, true)]
     parents = [parent for row in range(depth) for parent in (2 * row - 1, 2 * row - 1)]

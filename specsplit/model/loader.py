@@ -195,7 +195,7 @@ def load_model(
         if options.get("record", True):
             runner.record(comparisons, reading.start)
         report("proving", 0.9)
-        exactness.settle(runner)
+        exactness.settle(runner, hashed := rounded_hash(_weights_hash(path, name, stamps), form))
     tokenizer, eos_ids = reading.result()
     report("ready", 1.0)
     return LoadedModel(
@@ -211,7 +211,7 @@ def load_model(
         threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
         weight_format=form,
         tokenizer_files=tokenizer_files(model_folder(path), name, tokenizer) if shares_tokenizer else None,
-        weights_hash=rounded_hash(_weights_hash(path, name, stamps), form),
+        weights_hash=hashed,
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
     )

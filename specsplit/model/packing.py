@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from specsplit.model.runner import Runner
 from specsplit.model.weight_format import WeightFormat
 from specsplit.model.wide_spans import span_rows
 
+logger = logging.getLogger(__name__)
 NUM_CHECKED = 24
 """Tokens of the comparison; the first third, what follows and the last one go in forwards of their own."""
 _TRANSFORMERS = "transformers"
@@ -89,3 +91,14 @@ def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -
         runner.round(form)
     if form is None:
         check()
+    else:
+        _note_experts(runner.model, form)
+
+
+def _note_experts(model: torch.nn.Module, form: WeightFormat) -> None:
+    """Log how much of a mixture of experts is not rounded: so much of its memory and time stays."""
+    sizes = [(parameter.dim(), parameter.numel()) for parameter in model.parameters()]
+    num_experts = sum(size for dim, size in sizes if dim == 3)  # a matrix for each expert, in one parameter
+    if num_experts:
+        share, dtype = num_experts / sum(size for _, size in sizes), str(model.dtype).removeprefix("torch.")
+        logger.warning("%.0f %% of the weights are experts, which stay in %s with --dtype %s", 100 * share, dtype, form)

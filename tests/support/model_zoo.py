@@ -96,6 +96,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 
+RARE: dict[str, Callable[[], Any]] = {
+    "afmoe": small(tf.AfmoeConfig, **_EXPERTS, num_dense_layers=1, sliding_window=8),
+    "jetmoe": small(tf.JetMoeConfig, num_attention_heads=2, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
+    "phimoe": small(tf.PhimoeConfig, num_local_experts=4),
+    "modernbert-decoder": small(
+        tf.ModernBertDecoderConfig, pad_token_id=2, cls_token_id=0, sep_token_id=1, sliding_window=8
+    ),
+}
+"""Families whose code asks for something that that of no other one does; one test tries them."""
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "bloom": (lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention interface"),
     "gptj": (

@@ -15,7 +15,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
     "method": Tensor.sigmoid,
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
     "softplus": F.softplus,
     "mish": F.mish,
 }
@@ -43,6 +44,9 @@ def test_a_row_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype)
                 assert torch.equal(activation(rows[:count]), alone[:count]), (width, count)
                 halves = torch.cat([rows[:count], rows[:count]], dim=-1)[:, width:]
                 assert torch.equal(activation(halves), alone[:count]), (width, count)
+                # Experts whose gate is every second output.
+                apart = torch.stack([rows[:count], rows[:count]], dim=-1)[..., 0]
+                assert torch.equal(activation(apart), alone[:count]), (width, count)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -79,3 +83,4 @@ def test_options_and_memory_of_the_caller_are_respected() -> None:
         assert torch.equal(F.gelu(values), F.gelu(values, approximate="none"))
         in_place = values.clone()
         assert F.silu(in_place, inplace=True) is in_place
+        assert torch.equal(torch.add(values, other=values), 2 * values)  # an option that has no truth

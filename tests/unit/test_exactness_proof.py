@@ -51,7 +51,7 @@ UNPROVED = 3
 
 
 def test_a_proof_is_done_once(folder: Path, user_cache: Path, tmp_path: Path) -> None:
-    """For all models of a shape, whatever their weights and wherever they are."""
+    """For all copies of a model, wherever they are, and anew for others of its shape."""
     first = load(folder)
     require_bits(first, "fp32")
     assert first.num_forwards > UNPROVED
@@ -60,8 +60,11 @@ def test_a_proof_is_done_once(folder: Path, user_cache: Path, tmp_path: Path) ->
     require_bits(second, "fp32")
     assert second.num_forwards == 0  # the very files were compared before, too
     assert second.numerics == first.numerics != ""
+    copy = load(save_model(tmp_path / "copy", FAMILIES["llama"](), seed=1, with_tokenizer=False))
+    assert (copy.exactness, copy.num_forwards) == ("bits", UNPROVED)
     other = load(save_model(tmp_path / "other", FAMILIES["llama"](), seed=2, with_tokenizer=False))
-    assert (other.exactness, other.num_forwards) == ("bits", UNPROVED)
+    assert other.num_forwards > UNPROVED
+    assert list(proofs(user_cache).values()) == [""] * 2
 
 
 def test_what_is_computed_otherwise_is_proved_for_itself(folder: Path, user_cache: Path, tmp_path: Path) -> None:
@@ -203,6 +206,10 @@ def is_token(step: Sequence[SequenceInput]) -> bool:
     return len(step[0].token_ids) == 1 and step[0].base_length > 200
 
 
+def is_one_token_of_many(step: Sequence[SequenceInput]) -> bool:
+    return is_token(step) and step[0].base_length == 240
+
+
 def is_tree(step: Sequence[SequenceInput]) -> bool:
     return step[0].parents is not None
 
@@ -216,6 +223,7 @@ def is_crowd(step: Sequence[SequenceInput]) -> bool:
     [
         (is_narrow_chain, "in a prefill of another width"),
         (is_token, "alone"),
+        (is_one_token_of_many, "alone"),
         (is_tree, "in a tree"),
         (is_crowd, "beside other sessions"),
     ],
@@ -237,7 +245,7 @@ def test_every_way_to_differ_is_tried(
 
     monkeypatch.setattr(runner, "proof_rows", proof_rows)
     forget(monkeypatch)
-    settle(runner)
+    settle(runner, "0" * 16)
     assert differing
     assert (runner.exactness, runner.exactness_reason) == ("near ties", f"a row differs {words} on this machine")
 
@@ -261,7 +269,7 @@ def test_keys_and_values_are_compared_as_well(
 
     monkeypatch.setattr(runner, "proof_rows", proof_rows)
     forget(monkeypatch)
-    settle(runner)
+    settle(runner, "0" * 16)
     assert (runner.exactness, runner.exactness_reason) == ("near ties", f"a row differs {words} on this machine")
 
 
@@ -272,7 +280,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_is_said_to_have_near_ties() -> None:
     runner = SimpleNamespace(device=torch.device("cuda"), exactness="near ties", exactness_reason="", numerics="")
-    settle(cast(Provable, runner))
+    settle(cast(Provable, runner), "0" * 16)
     assert runner.exactness == "near ties"
     assert runner.exactness_reason == "on a GPU the order of sums follows the number of rows"
 

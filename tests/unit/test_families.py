@@ -18,12 +18,13 @@ from specsplit.model.backends import recorded_cpu
 from specsplit.model.loader import load_model
 from specsplit.model.probe import eager_logits, probe
 from specsplit.model.runner import Runner
-from tests.support.model_zoo import FAMILIES, REFUSED, build_model, save_model
+from tests.support.model_zoo import FAMILIES, RARE, REFUSED, build_model, save_model
 from tests.support.packs import assert_same_rows
 
 TREES = ([-1, 0, 0, 1, -1], [-1, 0, 1, 2], [-1, -1, -1])
 LENGTHS = (20, 33, 7)
 TAIL = 2
+MODELS = {**FAMILIES, **RARE}
 WINDOWED = ["qwen2-window", "mistral-window", "gemma2", "gemma3", "gpt-oss"]
 
 
@@ -53,16 +54,16 @@ def last_logits(model: torch.nn.Module, contexts: Sequence[list[int]]) -> Tensor
     return torch.stack([model(torch.tensor([ids])).logits[0, -1] for ids in contexts])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_packed_trees_have_the_logits_of_transformers(
     family: str, tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
-    folder = save_model(tmp_path / family, FAMILIES[family](), seed=1, with_tokenizer=False)
+    folder = save_model(tmp_path / family, MODELS[family](), seed=1, with_tokenizer=False)
     loaded = load_model(str(folder), role="target", max_sessions=3, threads=1)
-    assert loaded.runner.is_recorded
+    assert loaded.runner.is_recorded == (family != "jetmoe")  # whose experts are chosen in Python
     entries, contexts = tree_entries(loaded.runner)
     together = loaded.runner.forward(entries)
-    truth = build_model(FAMILIES[family](), seed=1)
+    truth = build_model(MODELS[family](), seed=1)
     errors = [
         (ours - last_logits(truth, context)).abs().max().item()
         for ours, context in zip(together, contexts, strict=True)

@@ -196,7 +196,7 @@ def rounded_reference(config: Any, form: WeightFormat) -> Tensor:
 @pytest.mark.parametrize(("form", "tolerance"), [("int8", 2e-3), ("int4", 5e-2)])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3-moe"])
 def test_a_model_computes_with_rounded_weights(
-    family: str, form: WeightFormat, tolerance: float, tmp_path: Path
+    family: str, form: WeightFormat, tolerance: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     require_packs(form)
     config = FAMILIES[family]()
@@ -208,7 +208,10 @@ def test_a_model_computes_with_rounded_weights(
     off = (ours - truth).abs().amax(-1) / truth.abs().max()
     assert off.median() <= tolerance  # rounding sends a token with near-equal experts to another one
     bits = {kind.weight_bits for kind in loaded.runner.products}
-    assert bits == {8 if form == "int8" else 4, 8} | ({32} if family == "qwen3-moe" else set())
+    has_experts = family == "qwen3-moe"
+    assert bits == {8 if form == "int8" else 4, 8} | ({32} if has_experts else set())
+    words = f"38 % of the weights are experts, which stay in float32 with --dtype {form}"
+    assert caplog.messages == ([words] if has_experts else [])
 
 
 def test_a_rounded_model_is_another_one(tmp_path: Path) -> None:

@@ -386,7 +386,8 @@ def _attention_function(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **keywords: Any
 ) -> tuple[Tensor, None]:
     layer_attention: LayerAttention = keywords.pop("layer_attention")
-    return layer_attention.attend(module, q, k, v, attention_mask, keywords), None
+    # As from transformers' own functions: some models view it in another shape, the others would copy it themselves.
+    return layer_attention.attend(module, q, k, v, attention_mask, keywords).contiguous(), None
 
 
 def _mask_function(*args: Any, mask_function: MaskFunction, use_vmap: bool = False, **keywords: Any) -> MaskRule:

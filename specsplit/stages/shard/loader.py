@@ -316,6 +316,10 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
         fix_positions(noted(model), context)
         with translated(path, name):
             runners = [_runner(model, outline, spec, name, context, options) for spec in specs]
+            chosen = [select(outline, checkpoint.tensors, spec) for spec in specs]
+            hashes = [rounded_hash(tensors_hash(checkpoint, tensors), form) for tensors in chosen]
+        for runner, hashed in zip(runners, hashes, strict=True):
+            exactness.settle(runner, hashed)
     return [
         LoadedShard(
             name=name,
@@ -327,12 +331,12 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
             node_limit=options.node_limit,
             threads=options.threads,
             weight_format=form,
-            weights_hash=rounded_hash(tensors_hash(checkpoint, select(outline, checkpoint.tensors, spec)), form),
+            weights_hash=hashed,
             model_revision=commit_of(checkpoint.config_file().parent),
             config_hash=with_factors(file_hash(checkpoint.config_file()), has_long=has_long_factors(config, context)),
             read_bytes=sum(read.values()),
         )
-        for spec, runner in zip(specs, runners, strict=True)
+        for spec, runner, hashed in zip(specs, runners, hashes, strict=True)
     ]
 
 
@@ -341,24 +345,20 @@ def _runner(
 ) -> ShardRunner:
     part = PartialModel(model, outline, spec)
     probed = _probe(model, part)
-    # A chain has one context, which a stage alone cannot shorten.
-    # So a budget that does not hold it is refused here.
+    # A chain has one context, which a stage alone cannot shorten: a budget that does not hold it is refused here.
     wanted = KVRequest(
         context, options.node_limit, options.max_sessions, kv_memory=options.kv_memory, is_context_chosen=True
     )
-    cache = allocate(model, probed, plan_slots(model, probed, wanted))
-    runner = ShardRunner(part, probed, cache, context)
+    runner = ShardRunner(part, probed, allocate(model, probed, plan_slots(model, probed, wanted)), context)
     check = _RowsCheck(runner, part)
     pack(runner, weight_format(options.dtype), lambda: check.require(name))
     if options.record:
         runner.record()
-    exactness.settle(runner)
     return runner
 
 
 def _probe(model: PreTrainedModel, part: PartialModel) -> ProbeResult:
-    # An end alone has no attention to probe, and no KV.
-    if part.spec.is_empty:
+    if part.spec.is_empty:  # an end alone has no attention to probe, and no KV
         model.set_attn_implementation(NAME)
         return ProbeResult((), ())
 
