@@ -99,11 +99,13 @@ class Verifier(Protocol):
         scored: Sequence[int],
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1.
 
         Each is an entry of log_softmax(logits + bias), and finite; biases of tokens outside the vocabulary are ignored.
-        With `top_logprobs` the likeliest so many tokens at each position are answered, too.
+        With `top_logprobs` the likeliest so many tokens at each position are answered, too. The next session of the
+        caller `keep_for` may begin with the rows; None keeps none.
 
         Raises:
             InvalidRequest: nothing to score, no prompt, an unknown token, or more than MAX_TOP_LOGPROBS likeliest ones.

@@ -308,11 +308,9 @@ class Identity:
     """Whether a row has the same bits in any company."""
     numerics: str = ""
     """Fingerprint of the arithmetic; workers of equal weights and numerics that both say "bits" have the same bits."""
-    revision: int = 0
-    """Changes of `exactness` or `numerics` since the worker began: a stage of a chain may be replaced."""
+    revision: int = 0  # changes of `exactness` or `numerics` since the worker began: a chain may replace a stage
     kv_bytes_per_token: int = 0  # what one token takes of the KV cache; 0 if nobody said
-    kv_bytes: int = 0
-    """Bytes that the KV cache may take, if they are why the context is not longer; else 0."""
+    kv_bytes: int = 0  # bytes that the KV cache may take, if they are why the context is not longer; else 0
     model_revision: str = ""  # commit of the hub that the model's files are of; empty if they are not from there
     looks_up: bool = False  # whether a stream can have it look up nodes in the text itself
 

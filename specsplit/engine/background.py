@@ -42,7 +42,7 @@ class BackgroundWork:
         self._due_s = 0.0
         """When a loan became due the last time, or at the earliest will the next time."""
 
-    async def run(self, num_rows: int, work: Callable[[Loan], Awaitable[T]]) -> T:
+    async def run(self, loan: Loan, work: Callable[[Loan], Awaitable[T]]) -> T:
         """Return what `work` returns, called once a slot is idle that no session waits for, and after NoFreeSlot again.
 
         Raises:
@@ -50,7 +50,7 @@ class BackgroundWork:
             NoFreeSlot: no slot is free, and there is no queue.
         """
         loop = asyncio.get_running_loop()
-        loan = Loan(num_rows, loop.time())
+        loan.arrived_s = loop.time()
         self._loans[loan] = None
         try:
             return await self._run(loan, work)

@@ -15,7 +15,8 @@ from specsplit.core import defaults
 from specsplit.core.defaults import PrefixReuse
 from specsplit.core.errors import NoFreeSlot
 from specsplit.core.record import record
-from specsplit.engine.prefix_match import Holder, Match, longest_match
+from specsplit.core.types import prefix_hashes
+from specsplit.engine.prefix_match import LEAST_REUSED, Holder, Match, longest_match
 from specsplit.engine.row_budget import RowBudget
 from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
@@ -32,7 +33,7 @@ HEADROOM_ROWS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmSlot:
-    """The slot of an ended session, kept for one that begins with the same tokens."""
+    """The slot of an ended session, or of a score, kept for a session that begins with the same tokens."""
 
     slot: Slot
     salt: str
@@ -62,6 +63,8 @@ class Loan:
     arrived_s: float = 0.0
     """When the work came, on its event loop's clock."""
     slot: int | None = None
+    salt: str | None = None
+    """Whose sessions may begin with the rows when the work has ended well; None keeps none."""
 
 
 class Slots:
@@ -265,8 +268,8 @@ class Slots:
 
 
 @contextmanager
-def borrowed_slot(slots: Slots, loan: Loan) -> Generator[Slot]:
-    """Give an empty slot for the length of the block.
+def borrowed_slot(slots: Slots, loan: Loan, ids: Sequence[int] = ()) -> Generator[Slot]:
+    """Give an empty slot for the length of the block; then it is warm, with rows of `ids`, if the loan has a salt.
 
     Raises:
         NoFreeSlot: every slot is in use, or too many rows are.
@@ -275,8 +278,13 @@ def borrowed_slot(slots: Slots, loan: Loan) -> Generator[Slot]:
     loan.slot = slot.index
     try:
         yield slot
-    finally:
+    except BaseException:
+        slots.release(slot)  # not all rows are there, or not all of them are numbers
+        raise
+    if loan.salt is None or len(ids) < LEAST_REUSED:
         slots.release(slot)
+    else:
+        slots.keep(WarmSlot(slot, loan.salt, ids, prefix_hashes(ids)))
 
 
 def _has_few_more(match: Match, first: WarmSlot) -> bool:

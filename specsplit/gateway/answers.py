@@ -33,8 +33,11 @@ class Format(Protocol):
     @property
     def chunk_object(self) -> str: ...
 
-    async def opening(self, number: int) -> Opening | None:
-        """Return text and tokens before the first generated ones to a prompt; None if the first event says nothing."""
+    async def opening(self, number: int, request: Request) -> Opening | None:
+        """Return text and tokens before the first generated ones to a prompt; None if the first event says nothing.
+
+        `request` is the first one of the prompt.
+        """
         ...
 
     def whole(self, part: Part) -> dict[str, Any]:
@@ -191,7 +194,7 @@ class Answers:
 
         async def make(number: int) -> Opening | None:
             async with places:
-                opening = await self.format.opening(number)
+                opening = await self.format.opening(number, self.requests[number * num_choices])
             if opening is not None and opening[1]:
                 self.spend(0)  # its prompt was scored, whatever becomes of the answer
             return opening

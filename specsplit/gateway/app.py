@@ -263,9 +263,9 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         async def prepare() -> Answers:
             gateway.quotas.check(_quota_of(request))  # a long prompt takes the tokenizer seconds
             prompts = await prompt_ids(model, body, deadline)
-            form, limit = CompletionFormat(model, body, prompts, deadline), max(1, body.token_limit)
+            limit = max(1, body.token_limit)
             requests = make_requests(body, prompts, limit, body.logprobs, request.state.caller, deadline)
-            return answers(request, model, body, requests, form)
+            return answers(request, model, body, requests, CompletionFormat(model, body))
 
         return await _answer(request, body, prepare)
 

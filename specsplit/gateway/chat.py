@@ -10,6 +10,7 @@ from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.logprobs import chat_logprobs
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.schemas import ChatBody
+from specsplit.orchestrator.request import Request
 
 
 async def conversation_ids(model: ServedModel, body: ChatBody, deadline: Deadline) -> tuple[int, ...]:
@@ -32,7 +33,7 @@ class ChatFormat:
     whole_object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
 
-    async def opening(self, number: int) -> Opening | None:
+    async def opening(self, number: int, request: Request) -> Opening | None:
         """Return an empty text: the first event says whose message it is."""
         return "", []
 

@@ -79,8 +79,6 @@ class CompletionFormat:
 
     model: ServedModel
     body: CompletionBody
-    prompts: Sequence[tuple[int, ...]]
-    deadline: Deadline
     whole_object: str = "text_completion"
     chunk_object: str = "text_completion"
     _scoring: dict[tuple[tuple[int, ...], str], asyncio.Task[list[TokenEntry]]] = field(
@@ -88,33 +86,25 @@ class CompletionFormat:
     )
     """Entries by ids and text: another text with the same ids has its tokens at other places."""
 
-    async def opening(self, number: int) -> Opening | None:
+    async def opening(self, number: int, request: Request) -> Opening | None:
         """Return the prompt if it is to be echoed; the same one is scored once, and cancelling ends that for all."""
         if not self.body.echo:
             return None
-        prompt, ids = self.body.prompt[number], self.prompts[number]
+        prompt, ids = self.body.prompt[number], request.prompt_ids
         # On a thread: a megabyte of ids takes a tenth of a second.
         text = prompt if isinstance(prompt, str) else await asyncio.to_thread(self.model.tokenizer.decode, ids)
         if self.body.logprobs is None:
             return text, []
         if (ids, text) not in self._scoring:
-            self._scoring[ids, text] = asyncio.create_task(self._prompt_entries(ids, text))
+            self._scoring[ids, text] = asyncio.create_task(self._prompt_entries(request, text))
         return text, await self._scoring[ids, text]
 
-    async def _prompt_entries(self, ids: tuple[int, ...], text: str) -> list[TokenEntry]:
+    async def _prompt_entries(self, request: Request, text: str) -> list[TokenEntry]:
         """Return the log-probabilities of a prompt's tokens; nothing is known of the first."""
-        found: list[TokenLogProb | None] = [None]
+        found, ids = list[TokenLogProb | None]([None]), request.prompt_ids
         if len(ids) > 1:
             orchestrator = self.model.orchestrator(self.body.speculative.mode)
-            scores = await orchestrator.score(
-                ids[:1],
-                ids[1:],
-                self.body.logit_bias,
-                self.body.logprobs or 0,
-                timeout_s=self.deadline.timeout_s,
-                began_s=self.deadline.began_s,
-            )
-            found += scores.tokens
+            found += (await orchestrator.score_prompt(request, keeps_rows=self.body.max_tokens != 0)).tokens
         offsets, entries = TextOffsets(self.model.tokenizer, text=text), list[TokenEntry]()
         for some_ids, some in zip(slices(ids), slices(found), strict=True):
             entries += offsets.entries(some_ids, some)

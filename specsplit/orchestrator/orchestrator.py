@@ -41,8 +41,7 @@ class Orchestrator:
     """Generates text for any number of requests at once: the target's tokens, at the draft's pace if there is a draft.
 
     A draft that is away, slow or wrong costs speed, never a request; a target that is away is asked again until
-    `retry_policy` ends. Both show in the result, which `clock` times. What is learned about a worker is shared by all
-    orchestrators of the process that use it.
+    `retry_policy` ends. Both show in the result, which `clock` times. Orchestrators of a process share what they learn.
 
     Raises:
         InvalidSettings: a mode that speculates, without a drafter.
@@ -62,8 +61,7 @@ class Orchestrator:
             raise InvalidSettings(
                 f"Mode {speculation.mode} needs a draft model; name one with --draft-model or use --mode plain."
             )
-        self.tokenizer = tokenizer
-        self.speculation = speculation
+        self.tokenizer, self.speculation = tokenizer, speculation
         self.clock = clock if clock is not None else MonotonicClock()
         # Made here by default: one made with the module would give every forked process the same jitter.
         self.retry_policy = retry_policy or RetryPolicy()
@@ -150,11 +148,10 @@ class Orchestrator:
             DeadlineExceeded, LinkError, NoFreeSlot: the target was of no use for as long as `retry_policy` allows.
             PeerMismatch: a worker has another role or protocol version, or the target became another model.
         """
-        clock = self.clock
-        started_s = clock.now()
+        clock, started_s = self.clock, self.clock.now()
         events = RequestEvents()
         retrier = self._retrier(request.timeout_s, events, request.began_s)
-        with self._target.session_verifier() as verifier:
+        with self._target.session_verifier(request) as verifier:
             known = self._known(verifier, request)
             target = known or await self._target.ask(verifier, retrier)
             while True:
@@ -218,16 +215,20 @@ class Orchestrator:
         top_logprobs: int = 0,
         *,
         timeout_s: float | None = None,
-        began_s: float | None = None,
     ) -> Scores:
-        """Return what the target's `score` answers; it is asked again as `stream` asks, until a request's deadline.
+        """Return what the target's `score` answers; it is asked again, and fails, as in `stream`."""
+        return await self._score(self._retrier(timeout_s, RequestEvents()), prompt, scored, logit_bias, top_logprobs)
 
-        Raises what `Verifier.score` and `stream` raise.
-        """
-        retrier = self._retrier(timeout_s, RequestEvents(), began_s)
+    async def score_prompt(self, request: Request, *, keeps_rows: bool) -> Scores:
+        """Score a request's prompt behind its first token; if it `keeps_rows`, the request itself begins with them."""
+        ids, bias = request.prompt_ids, request.sampling.logit_bias
+        asked = ids[:1], ids[1:], bias, request.logprobs or 0, request.caller if keeps_rows else None
+        return await self._score(self._retrier(request.timeout_s, RequestEvents(), request.began_s), *asked)
+
+    async def _score(self, retrier: Retrier, *asked: object) -> Scores:
         # One session for all attempts, which knows the replicas that have refused or failed already.
         with self._target.session_verifier() as verifier:
-            return await retrier.ask(verifier.score, prompt, scored, logit_bias, top_logprobs)
+            return await retrier.ask(verifier.score, *asked)
 
     def use_stats(self, stats: SpeculationStats, *, is_greedy: bool) -> None:
         """Learn into `stats` from now on, for a study that watches what is learned."""

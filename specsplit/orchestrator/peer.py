@@ -23,6 +23,7 @@ from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replica import Replica
 from specsplit.orchestrator.replicas import Replicas, ReplicaSession
+from specsplit.orchestrator.request import Request
 from specsplit.orchestrator.retry import Retrier
 from specsplit.speculation.lookup import TextReader
 from specsplit.speculation.statistics import SpeculationStats
@@ -86,9 +87,11 @@ class TargetPeer:
             self._members[replica] = TargetPeer(replica.verifier)
         return self._members[replica]
 
-    def session_verifier(self) -> AbstractContextManager[Verifier]:
-        """Give the verifier of one session: one of the replicas, if there are several."""
-        return self.verifier.session() if isinstance(self.verifier, Replicas) else nullcontext(self.verifier)
+    def session_verifier(self, request: Request | None = None) -> AbstractContextManager[Verifier]:
+        """Give the verifier of one session, perhaps of a request: one of the replicas, if there are several."""
+        if not isinstance(self.verifier, Replicas):
+            return nullcontext(self.verifier)
+        return self.verifier.session((request.caller, *request.prompt_ids) if request is not None else ())
 
     def known(self, verifier: Verifier) -> Identity | None:
         """Return who the target of a session said to be last; None if it was never asked."""

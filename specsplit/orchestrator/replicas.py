@@ -29,6 +29,8 @@ from specsplit.orchestrator.retry import ReplicaLost
 
 PING_S = 1.0
 """Period of pings, and the time for an answer."""
+MOST_SCORED = 256
+"""Prompts that were scored, and are remembered for the sessions that come next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Replicas:
         """The audits of all sessions so far."""
         self._sessions: dict[str, ReplicaSession] = {}
         """Sessions that were begun without asking for their verifier."""
+        self._scored: dict[int, Replica] = {}
+        """The replica that keeps the rows of a scored prompt, by the hash of caller and prompt."""
         self._model: Identity | None = None
         """The first identity that was heard; a target of another model is no replica."""
 
@@ -92,13 +96,22 @@ class Replicas:
         return min(others, key=lambda each: (not each.is_auditor, each in rather_not, each.num_sessions), default=None)
 
     @contextmanager
-    def session(self) -> Generator[ReplicaSession]:
-        """Give the verifier of one session, for the length of the block."""
-        session = ReplicaSession(self)
+    def session(self, prompt: tuple[str | int, ...] = ()) -> Generator[ReplicaSession]:
+        """Give the verifier of one session, for the length of the block.
+
+        It begins where its `prompt`, which is a caller and ids, was scored for it.
+        """
+        session = ReplicaSession(self, self._scored.pop(hash(prompt), None))
         try:
             yield session
         finally:
             session.leave()
+
+    def note_scored(self, prompt: tuple[str | int, ...], member: Replica) -> None:
+        """Let the next session over a prompt, which is a caller and ids, begin at the replica that keeps its rows."""
+        self._scored[hash(prompt)] = member
+        if len(self._scored) > MOST_SCORED:
+            del self._scored[next(iter(self._scored))]
 
     async def watch(self) -> None:
         """Ping all replicas for ever, so that no session begins at one that does not answer."""
@@ -155,9 +168,10 @@ class Replicas:
         scored: Sequence[int],
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         with self.session() as session:
-            return await session.score(prompt, scored, logit_bias, top_logprobs)
+            return await session.score(prompt, scored, logit_bias, top_logprobs, keep_for)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         with self.session() as session:
@@ -184,12 +198,13 @@ class Replicas:
 class ReplicaSession:
     """One session's Verifier: its replica, and those that it has left."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, first: Replica | None = None) -> None:
+        """Begin at the replica `first` if it is ready, else at the one with the fewest sessions."""
         self.replicas = replicas
         self._left: list[Replica] = []
         self._used: set[Replica] = set()
         """Replicas that may hold a slot of it."""
-        self._replica = self.answered = replicas.least_loaded()
+        self._replica = self.answered = first if first is not None and first.is_ready else replicas.least_loaded()
         """`answered` gave the last verdict."""
         self._replica.num_sessions += 1
         self._unanswered: tuple[Turn, Replica] | None = None
@@ -239,9 +254,13 @@ class ReplicaSession:
         scored: Sequence[int],
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         async with self.used(self._trusted()) as member:
-            return await member.verifier.score(prompt, scored, logit_bias, top_logprobs)
+            scores = await member.verifier.score(prompt, scored, logit_bias, top_logprobs, keep_for)
+            if keep_for is not None:
+                self.replicas.note_scored((keep_for, *prompt, *scored), member)
+            return scores
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         async with self.used(self._trusted()) as member:

@@ -14,17 +14,7 @@ from typing import ParamSpec, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import (
-    ROOT,
-    Budget,
-    Proposal,
-    Scores,
-    StreamLimits,
-    Timings,
-    TokenLogProb,
-    Turn,
-    Verdict,
-)
+from specsplit.core.types import ROOT, Budget, Proposal, Scores, StreamLimits, Timings, TokenLogProb, Turn, Verdict
 from specsplit.limits import FIRST_FOUND, MAX_NODES, MAX_NUMBER, MAX_TAIL
 from specsplit.rpc.codec import (
     decode_bias,
@@ -339,7 +329,11 @@ def _numbers(proposal: Proposal) -> tuple[int, ...]:
 
 @_request
 def encode_score_request(
-    prompt: Sequence[int], scored: Sequence[int], logit_bias: Sequence[tuple[int, float]], top_logprobs: int = 0
+    prompt: Sequence[int],
+    scored: Sequence[int],
+    logit_bias: Sequence[tuple[int, float]],
+    top_logprobs: int = 0,
+    keep_for: str | None = None,
 ) -> target_pb2.ScoreRequest:
     """Return the request of TargetService.Score.
 
@@ -352,13 +346,14 @@ def encode_score_request(
         bias_ids=[token_id for token_id, _ in logit_bias],
         bias_values=[bias for _, bias in logit_bias],
         top_logprobs=top_logprobs,
+        keep_for=keep_for,
     )
 
 
 def decode_score_request(
     message: target_pb2.ScoreRequest,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, float], ...], int]:
-    """Return prompt, scored tokens, biases, and how many likeliest tokens are asked for.
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, float], ...], int, str | None]:
+    """Return prompt, scored tokens, biases, how many likeliest tokens are asked for, and for whom the rows are kept.
 
     Raises:
         InvalidRequest: too many tokens, also for an answer, or biases that are no pairs of ids and finite numbers.
@@ -367,7 +362,8 @@ def decode_score_request(
     require_at_most(MAX_TAIL, message.scored, "scored")
     check_scores_fit(len(message.scored), message.top_logprobs)
     bias = decode_bias(message.bias_ids, message.bias_values)
-    return tuple(message.prompt), tuple(message.scored), bias, message.top_logprobs
+    keep_for = message.keep_for if message.HasField("keep_for") else None
+    return tuple(message.prompt), tuple(message.scored), bias, message.top_logprobs, keep_for
 
 
 def encode_scores(scores: Scores, span_id: bytes = b"") -> target_pb2.ScoreResponse:

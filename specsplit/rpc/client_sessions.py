@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from specsplit.core.errors import AccessDenied
-from specsplit.core.types import Turn
+from specsplit.core.types import SessionParams, Turn
 from specsplit.limits import MAX_KNOWN_SESSIONS
 from specsplit.rpc.auth import PeerIdentity, current_peer
 
@@ -143,10 +143,14 @@ class ClientSessions:
 
 def with_opener(turn: Turn, peer: PeerIdentity) -> Turn:
     """Return an opening with its peer as the opener, unless the peer is believed about the caller."""
-    opening = turn.opening
-    if opening is None or (peer.may_name_callers and (opening.caller or not peer.is_authenticated)):
-        return turn
-    return replace(turn, opening=replace(opening, opener=peer.name))
+    return turn if turn.opening is None else replace(turn, opening=opened_by(turn.opening, peer))
+
+
+def opened_by(params: SessionParams, peer: PeerIdentity) -> SessionParams:
+    """Return parameters with their peer as the opener, unless the peer is believed about the caller."""
+    if peer.may_name_callers and (params.caller or not peer.is_authenticated):
+        return params
+    return replace(params, opener=peer.name)
 
 
 def caller_of_peer(peer: PeerIdentity) -> str:

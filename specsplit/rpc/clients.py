@@ -237,9 +237,10 @@ class RemoteVerifier(_RemoteWorker):
         scored: Sequence[int],
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         """Return the log-probability of each scored token; raises the worker's error, or LinkError."""
-        request = calls.encode_score_request(prompt, scored, logit_bias, top_logprobs)
+        request = calls.encode_score_request(prompt, scored, logit_bias, top_logprobs, keep_for)
         answer, sent, received = await self._call("Score", request, target_pb2.ScoreResponse)
 
         def decode() -> Scores:

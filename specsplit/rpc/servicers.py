@@ -17,11 +17,12 @@ from google.protobuf.message import Message
 
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.ports import Drafter, Verifier
-from specsplit.core.types import Identity, Turn
+from specsplit.core.types import Identity, SessionParams, Turn
+from specsplit.engine.callers import salt
 from specsplit.engine.quotas import NO_QUOTAS, CallerQuotas
 from specsplit.rpc import calls, codec
 from specsplit.rpc.auth import current_peer
-from specsplit.rpc.client_sessions import ClientSessions, caller_of_peer, with_opener
+from specsplit.rpc.client_sessions import ClientSessions, caller_of_peer, opened_by, with_opener
 from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
 from specsplit.rpc.load import encode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, target_pb2
@@ -225,10 +226,12 @@ class TargetService(WorkerService):
 
     async def _score(self, request: target_pb2.ScoreRequest) -> target_pb2.ScoreResponse:
         asked = calls.decode_score_request(request)
-        peer = current_peer()
+        peer, keep_for = current_peer(), asked[4]
+        # Whose rows they are is decided as for a session, so that only those of the same opener and caller find them.
+        kept_for = salt(opened_by(SessionParams(caller=keep_for), peer)) if keep_for is not None else None
         with following("", ""), self._quotas.spending(caller_of_peer(peer), len(asked[0]) + len(asked[1])):
             async with self._scores.taken(peer.name):
-                scores = await self._verifier.score(*asked)
+                scores = await self._verifier.score(*asked[:4], kept_for)
         return calls.encode_scores(scores, spans.current_span_id())
 
     async def _get_tokenizer(self, data: bytes, context: Context) -> AsyncGenerator[bytes]:

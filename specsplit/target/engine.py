@@ -87,6 +87,7 @@ class TargetEngine(Engine):
         scored: Sequence[int],
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1."""
         params = check_score(self._model, prompt, scored, logit_bias, top_logprobs)
@@ -94,7 +95,7 @@ class TargetEngine(Engine):
         def run(loan: Loan) -> Awaitable[tuple[tuple[TokenLogProb, ...], Timings]]:
             return self._work.run(None, self._score(prompt, scored, params, loan))
 
-        return Scores(*await self._background.run(len(prompt) + len(scored) - 1, run))
+        return Scores(*await self._background.run(Loan(len(prompt) + len(scored) - 1, salt=keep_for), run))
 
     def _score(
         self, prompt: Sequence[int], scored: Sequence[int], params: SessionParams, loan: Loan

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, computed in a slot of no session, which is released whatever happens."""
+"""Log-probabilities of given tokens, computed in a slot of no session, which is warm or free afterwards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def score(
     token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
     values: list[TokenLogProb] = []
     bias = bias_row(params.sampling, model.vocab_size, model.runner.device)
-    with borrowed_slot(sessions.slots, loan) as slot:
+    with borrowed_slot(sessions.slots, loan, token_ids) as slot:
         start = 0
         while start < len(token_ids):
             chunk = token_ids[start : start + MAX_STEP_ROWS]
@@ -81,8 +81,8 @@ def score(
                 wanted = scored[len(values) : len(values) + len(logits)]
                 values += token_log_probs(logits, wanted, bias, params.top_logprobs or 0)
                 start = len(prompt) - 1 + len(values)
-    if not all(math.isfinite(value.log_prob) for value in values):
-        raise no_numbers(model)
+        if not all(math.isfinite(value.log_prob) for value in values):
+            raise no_numbers(model)
     return tuple(values)
 
 

@@ -206,6 +206,12 @@ def test_echo_and_log_probabilities_are_transformers_own(client: openai.OpenAI) 
         assert text[offset : offset + len(token)] == token
 
 
+def test_an_echoed_prompt_is_computed_once(gateway: GatewayProcess) -> None:
+    asked = {"prompt": "An echo that nobody sent before: " + PROMPT, "max_tokens": 1, "echo": True, "logprobs": 1}
+    usage = httpx.post(f"{gateway.url}/v1/completions", json=asked).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
 def _id_of(tokenizer: Any, text: str) -> int:
     """Return the token whose text this is; the texts here are those of one token each."""
     ids = [number for number in range(len(tokenizer)) if tokenizer.decode([number]) == text]

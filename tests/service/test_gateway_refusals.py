@@ -42,10 +42,15 @@ class CountingTarget(FakeTarget):
         return await super().verify(turn, proposal)
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Biases = (), top_logprobs: int = 0
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Biases = (),
+        top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         self.num_asked += 1
-        return await super().score(prompt, scored, logit_bias, top_logprobs)
+        return await super().score(prompt, scored, logit_bias, top_logprobs, keep_for)
 
 
 class Served:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
-from specsplit.core.types import Budget, StreamLimits
+from specsplit.core.types import Budget, Proposal, StreamLimits
 from specsplit.rpc import calls
 from specsplit.rpc.auth import LinkRole
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
@@ -25,6 +26,8 @@ from tests.support.certificates import Authority
 from tests.support.fakes import FakeDraft, FakeTarget
 from tests.support.processes import LIMIT_S
 from tests.support.remote_chains import served
+from tests.support.reuse import HOT, Served, new_key
+from tests.support.rounds import params_of, random_prompt, script
 from tests.support.rpc_servers import LOOPBACK, duplex_status
 from tests.support.small_target import shards
 
@@ -71,6 +74,25 @@ async def test_no_method_lets_another_use_or_end_a_session_of_a_target(tmp_path:
             assert await status_of(bob, service + "EndSession", end) is DENIED
         assert turn.session in target.slots
         await alice.aclose()
+
+
+async def test_rows_of_a_score_are_for_sessions_of_the_same_identity(tmp_path: Path) -> None:
+    authority, prompt = Authority(tmp_path), random_prompt(50)
+    security = authority.role("target").security("target")
+    async with Served() as target, serving(LOOPBACK, [TargetService(target)], security=security) as server:
+        alice, bob = (
+            RemoteVerifier(server.address, security=authority.role("gateway", name).security("gateway"))
+            for name in ("alice", "bob")
+        )
+        await alice.score(prompt[:1], prompt[1:], keep_for="")
+        num_reused = list[int]()
+        for client, caller in ((bob, ""), (bob, "carol"), (alice, "")):
+            turn = script(replace(params_of(HOT, 50), caller=caller), prompt, 0, 1, new_key())
+            num_reused.append((await client.verify(turn, Proposal(1, 49))).num_reused)
+            await client.close(turn.session)
+        assert num_reused == [0, 0, 49]
+        await alice.aclose()
+        await bob.aclose()
 
 
 async def test_no_method_lets_another_use_or_end_a_session_of_a_draft(tmp_path: Path) -> None:

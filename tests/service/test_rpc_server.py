@@ -66,12 +66,12 @@ async def test_a_ping_tells_who_is_there_and_how_far():
 async def test_scores_and_biases_travel():
     target = Target()
     async with serving(LOOPBACK, [TargetService(target)]) as server, verifier_at(server) as verifier:
-        scores = await verifier.score((1, 2), (3, 4), ((7, -1.5),))
+        scores = await verifier.score((1, 2), (3, 4), ((7, -1.5),), keep_for="anna")
     assert scores.log_probs == (-1.5, -2.0)
     sent, received = scores.timings.sent_bytes, scores.timings.received_bytes
     assert scores.timings == Timings(3.0, 0.5, 2.0, 2, 700, 4, 720, sent, received)
     assert min(sent, received) > 10
-    assert target.scored == ((1, 2), (3, 4), ((7, -1.5),), 0)
+    assert target.scored == ((1, 2), (3, 4), ((7, -1.5),), 0, "anna")
 
 
 async def test_a_tokenizer_arrives_whole_and_only_when_it_is_news():

@@ -242,7 +242,12 @@ class FakeTarget(_FakeWorker):
         return TargetStream(self.verify, leave, turn, limits, TargetLimits(self.context, self.max_nodes))
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Biases = (), top_logprobs: int = 0
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Biases = (),
+        top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         await asyncio.sleep(0)
         ids = [*prompt, *scored]

@@ -321,8 +321,10 @@ class FaultyVerifier(_FaultyLink[WatchedTarget]):
         scored: Sequence[int],
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
-        return await self._call("score", lambda engine: engine.score(prompt, scored, logit_bias, top_logprobs))
+        asked = (prompt, scored, logit_bias, top_logprobs, keep_for)
+        return await self._call("score", lambda engine: engine.score(*asked))
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         return await self._call("tokenizer", lambda engine: engine.tokenizer_files(known_hash))

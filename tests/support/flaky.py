@@ -179,9 +179,10 @@ class Flaky:
         scored: Sequence[int],
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         assert isinstance(self.inner, FakeTarget)
-        return await self.inner.score(prompt, scored, logit_bias, top_logprobs)
+        return await self.inner.score(prompt, scored, logit_bias, top_logprobs, keep_for)
 
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         assert isinstance(self.inner, FakeTarget)

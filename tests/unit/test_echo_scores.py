@@ -30,7 +30,12 @@ class CountingTarget(FakeTarget):
         return self
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Biases = (), top_logprobs: int = 0
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Biases = (),
+        top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         self.num_asked += 1
         self.num_running += 1
@@ -44,7 +49,7 @@ class CountingTarget(FakeTarget):
                 raise InvalidRequest("wrong")
             if self.wrong:
                 await asyncio.Event().wait()
-            return await super().score(prompt, scored, logit_bias, top_logprobs)
+            return await super().score(prompt, scored, logit_bias, top_logprobs, keep_for)
         finally:
             self.num_running -= 1
 

@@ -136,12 +136,12 @@ async def test_all_that_is_done_for_a_request_has_one_deadline() -> None:
     for began_s, is_late in ((now_s - 4000.0, False), (now_s - 5000.0, True)):
         model, deadline = await served(FakeTokenizer()), Deadline(body.timeout, began_s)
         requests = make_requests(body, [(1, 2)], 4, None, "", deadline)
-        form = CompletionFormat(model, body, [(1, 2)], deadline)
+        form = CompletionFormat(model, body)
         orchestrator = model.orchestrator(None)
         for work in (
             prompt_ids(model, body, deadline),
             conversation_ids(model, ChatBody.model_validate(CHAT), deadline),
-            form.opening(0),
+            form.opening(0, requests[0]),
             *map(orchestrator.generate, requests),
         ):
             with pytest.raises(DeadlineExceeded, match="within its 5000 s") if is_late else nullcontext():

@@ -33,7 +33,12 @@ class RefusesScores(FakeTarget):
         self._error, self.num_refused = error, 0
 
     async def score(
-        self, prompt: Sequence[int], scored: Sequence[int], logit_bias: Biases = (), top_logprobs: int = 0
+        self,
+        prompt: Sequence[int],
+        scored: Sequence[int],
+        logit_bias: Biases = (),
+        top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         self.num_refused += 1
         raise self._error

@@ -183,7 +183,7 @@ async def test_the_slot_is_given_back_whatever_happens(how: str, monkeypatch: py
             forward = SteeredRunner.forward
             monkeypatch.setattr(SteeredRunner, "forward", lambda self, e: [x * math.nan for x in forward(self, e)])
         with runner.held():
-            task = asyncio.create_task(engine.score(random_ids(700, 1), random_ids(400, 2)))
+            task = asyncio.create_task(engine.score(random_ids(700, 1), random_ids(400, 2), keep_for=""))
             await runner.wait_entered()
             assert engine.statistics().sessions.num_slots_used == 1
             if how == "fails":
@@ -193,5 +193,6 @@ async def test_the_slot_is_given_back_whatever_happens(how: str, monkeypatch: py
                 await asyncio.sleep(0)
         with pytest.raises(errors[how]):
             await task
-        assert engine.statistics().sessions.num_slots_used == 0
+        sessions = engine.statistics().sessions
+        assert (sessions.num_slots_used, sessions.num_slots_warm) == (0, 0)
         engine.check_integrity()

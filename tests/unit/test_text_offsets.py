@@ -43,7 +43,7 @@ async def answers(tokenizer: FakeTokenizer, target: FakeTarget | None = None, **
         body=body,
         requests=make_requests(body, prompts, body.token_limit, body.logprobs, "", deadline),
         num_prompt_tokens=len(prompts[0]),
-        format=CompletionFormat(model, body, prompts, deadline),
+        format=CompletionFormat(model, body),
         metrics=Metrics(),
         detail="none",
         answering=lambda num_tokens: nullcontext(lambda count: None),
@@ -122,9 +122,10 @@ class WatchingTarget(FakeTarget):
         scored: Sequence[int],
         logit_bias: Sequence[tuple[int, float]] = (),
         top_logprobs: int = 0,
+        keep_for: str | None = None,
     ) -> Scores:
         assert not self.slots, "an answer that waits for the scores keeps them from their slot"
-        return await super().score(prompt, scored, logit_bias, top_logprobs)
+        return await super().score(prompt, scored, logit_bias, top_logprobs, keep_for)
 
 
 async def test_an_echo_of_ids_is_decoded_once_for_all_choices() -> None:

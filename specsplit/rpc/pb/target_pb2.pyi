@@ -339,8 +339,11 @@ class ScoreRequest(_message.Message):
     BIAS_IDS_FIELD_NUMBER: _builtins.int
     BIAS_VALUES_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    KEEP_FOR_FIELD_NUMBER: _builtins.int
     top_logprobs: _builtins.int
     """How many of the likeliest tokens at each position are answered, too."""
+    keep_for: _builtins.str
+    """The rows stay warm for the next session of this caller (as in SessionParams); absent, they are forgotten."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -357,12 +360,15 @@ class ScoreRequest(_message.Message):
         bias_ids: _abc.Iterable[_builtins.int] | None = ...,
         bias_values: _abc.Iterable[_builtins.float] | None = ...,
         top_logprobs: _builtins.int = ...,
+        keep_for: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_for", b"_keep_for", "keep_for", b"keep_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_ids", b"bias_ids", "bias_values", b"bias_values", "prompt", b"prompt", "scored", b"scored", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_for", b"_keep_for", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "keep_for", b"keep_for", "prompt", b"prompt", "scored", b"scored", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__keep_for: _TypeAlias = _typing.Literal["keep_for"]  # noqa: Y015
+    _WhichOneofArgType__keep_for: _TypeAlias = _typing.Literal["_keep_for", b"_keep_for"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_for) -> _WhichOneofReturnType__keep_for | None: ...
 
 Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 

@@ -64,7 +64,7 @@ class ChainTarget(CoordinatorTarget):
     ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
-        with borrowed_slot(self._sessions.slots, loan) as slot:
+        with borrowed_slot(self._sessions.slots, loan, token_ids) as slot:
             start = 0
             while start < len(token_ids):
                 chunk = token_ids[start : start + MAX_STEP_ROWS]
@@ -74,8 +74,8 @@ class ChainTarget(CoordinatorTarget):
                 values += _answer((yield SequenceInput(slot.index, start, chunk, None, num_scored, request))).log_probs
                 # A step may have taken the first ones only.
                 start = len(prompt) - 1 + len(values) if wanted else start + len(chunk)
-        if not all(math.isfinite(value.log_prob) for value in values):
-            raise no_numbers(self._model)
+            if not all(math.isfinite(value.log_prob) for value in values):
+                raise no_numbers(self._model)
         return tuple(values)
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
