@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+import asyncio
 import pytest
 
 from specsplit.core.defaults import Mode
@@ -123,9 +124,13 @@ async def test_another_name_within_a_text_changes_no_token(
             assert result.token_ids == EXPECTED
             lost = [resync for resync in result.resyncs if (resync.worker, resync.reason) == ("target", "slot_lost")]
             assert lost, "the target still holds the session, and gives it to nobody else"
-        result = await renamed.text(mode)
-        assert (result.token_ids, result.resyncs) == (EXPECTED, ())
-        assert mode in ("plain", "stream") or result.speculative_decoding.num_accepted_draft_tokens > 0
+        needs_no_tree = mode in ("plain", "stream")
+        async with asyncio.timeout(20):
+            while True:
+                result = await renamed.text(mode)
+                assert (result.token_ids, result.resyncs) == (EXPECTED, ())
+                if needs_no_tree or result.speculative_decoding.num_accepted_draft_tokens > 0:
+                    break  # a draft that failed is left alone for a while, which a short text may spend without it
 
 
 async def test_a_session_of_the_name_before_is_refused_to_the_new_one(tmp_path: Path) -> None:
