@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-import asyncio
 import pytest
 
 from specsplit.core.defaults import Mode
