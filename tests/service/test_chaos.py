@@ -100,7 +100,8 @@ async def test_restarts_of_every_process_fail_no_request() -> None:
     for report in found.values():
         assert (report["failures_by_code"], report["wrong"], report["untyped"]) == ({}, [], [])
         assert (report["num_failed"], report["exit_codes"]) == (0, {})
-        assert report["num_went_to_the_other_gateway"] > 0
+    # Each gateway is away for a second, once in the first run, which a fast machine's requests may miss.
+    assert sum(report["num_went_to_the_other_gateway"] for report in found.values()) > 0
 
 
 @pytest.mark.slow
