@@ -230,14 +230,19 @@ def _trimmed(
 
 def _fastest_threads(runner: Runner, limit: int | None) -> int:
     """Return the number of threads that serves a token alone and a small tree best, at most `limit`."""
-    most = min(torch.get_num_threads(), limit or torch.get_num_threads())
     if runner.device.type != "cpu":
         return 1  # and as many as at load: torch's compiler would compile the layers anew for another number
-    num_rows = min(_TIMED_ROWS, runner.context)
+    return measured_threads(lambda entry: runner.forward([entry]), runner.context, limit)
+
+
+def measured_threads(forward: Callable[[SequenceInput], object], context: int, limit: int | None = None) -> int:
+    """Return the number of threads with which a CPU runs `forward` of a token and of a small tree best."""
+    most = min(torch.get_num_threads(), limit or torch.get_num_threads())
+    num_rows = min(_TIMED_ROWS, context)
     parents = [(row - 1) // 2 if row else -1 for row in range(num_rows)]
     one, tree = SequenceInput(0, 0, [0]), SequenceInput(0, 0, [0] * num_rows, parents, num_logits=num_rows)
     # What they write to the slot is nobody's yet.
-    return choose_threads([lambda: runner.forward([one]), lambda: runner.forward([tree])], most)
+    return choose_threads([lambda: forward(one), lambda: forward(tree)], most)
 
 
 def _weights_hash(path: str, name: str, stamps: Stamps | None) -> str:

@@ -1,6 +1,5 @@
 """Imports transformers' models without what serving does not need, and has those that are used here."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from specsplit.core.errors import ModelUnsupported
@@ -47,13 +46,10 @@ def auto_class(config: Any) -> Any:
 def drop_towers(model: Any) -> None:
     """Let go of the weights of what reads pictures and sound, which no text calls."""
     for modality in ("image", "audio"):
-        tower = model.get_encoder(modality=modality)  # the model itself, if it has none
+        tower = model.get_encoder(modality=modality)
+        if tower is None or tower is model:  # as it answers for a modality that it lacks
+            continue
         # An empty one stays: transformers looks for the module of each part of a config.
-        for name, _ in [] if tower is model or tower is None else list(_owned(tower)):
+        owned = tower.named_children(), tower.named_parameters(recurse=False), tower.named_buffers(recurse=False)
+        for name in [name for kind in owned for name, _ in kind]:
             delattr(tower, name)
-
-
-def _owned(module: Any) -> Iterator[tuple[str, Any]]:
-    yield from module.named_children()
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import SERVED_SESSIONS, EndsAt
@@ -17,14 +16,13 @@ from specsplit.stages.memory import stage_share, total_bytes
 from specsplit.stages.ranges import even_ranges
 
 if TYPE_CHECKING:
+    from specsplit.model.attention.metadata import SequenceInput
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
     from specsplit.stages.identity import ExpectedChain
     from specsplit.stages.shard.chain_model import ChainModel
     from specsplit.stages.shard.loader import LoadedShard, ShardOptions, ShardRunner, ShardSpec
 
 _log = logging.getLogger(__name__)
-_TIMED_ROWS = 5
-"""Rows of the tree whose forwards say how many threads are worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +70,16 @@ def _fastest_threads(runner: ShardRunner) -> int | None:
     """Return the number of threads that passes a token alone and a small tree on best; None for a GPU's stage."""
     import torch
 
-    from specsplit.model.threads import choose_threads
-    from specsplit.stages.shard.loader import hidden_entry
+    from specsplit.model.loader import measured_threads
 
     if runner.device.type != "cpu":
         return None
 
-    def forward(num_rows: int) -> None:
-        parents = [(row - 1) // 2 if row else -1 for row in range(num_rows)]
-        entry = hidden_entry(0, 0, num_rows, parents, num_logits=num_rows)
-        runner.rows([entry], None if runner.spec.has_embedding else torch.zeros(num_rows, runner.hidden_size))
+    def forward(entry: SequenceInput) -> None:
+        has_ids = runner.spec.has_embedding
+        runner.rows([entry], None if has_ids else torch.zeros(len(entry.token_ids), runner.hidden_size))
 
-    # What they write to the slot is nobody's yet.
-    return choose_threads([partial(forward, 1), partial(forward, _TIMED_ROWS)], torch.get_num_threads())
+    return measured_threads(forward, runner.context)
 
 
 def _load_layers(source: str, spec: ShardSpec, options: ShardOptions) -> LoadedShard:
