@@ -96,12 +96,11 @@ async def test_a_gateway_whose_name_changes_again_and_again_fails_no_request(tmp
 @pytest.mark.slow
 async def test_restarts_of_every_process_fail_no_request() -> None:
     """Also with the last commit's processes beside those of this tree."""
-    found = await rolling.run(rolling.Wanted(num_requests=60, num_readers=2), "HEAD")
+    found = await rolling.run(rolling.Wanted(num_requests=100, num_readers=4), "HEAD")
     for report in found.values():
         assert (report["failures_by_code"], report["wrong"], report["untyped"]) == ({}, [], [])
         assert (report["num_failed"], report["exit_codes"]) == (0, {})
-    # Each gateway is away for a second, once in the first run, which a fast machine's requests may miss.
-    assert sum(report["num_went_to_the_other_gateway"] for report in found.values()) > 0
+        assert report["num_went_to_the_other_gateway"] > 0
 
 
 @pytest.mark.slow
