@@ -126,14 +126,19 @@ def test_a_worker_says_once_that_it_serves_and_where(role: str, workers: dict[st
 def test_both_workers_give_the_text_of_plain_decoding_and_count_the_bytes(
     target: WorkerProcess, draft: WorkerProcess, expected: dict[int, list[int]], capfd: Capture
 ):
-    answer, err = _orchestrate(capfd, "--target", target.address, "--draft", draft.address, *PATIENT, *SHORT)
-    assert (answer["token_ids"], answer["mode"], err) == (expected[24], "auto", "")
+    addresses = ("--target", target.address, "--draft", draft.address)
+    answer, err = _orchestrate(capfd, *addresses, *PATIENT, *SHORT)
+    assert (answer["token_ids"], answer["mode"], answer["resyncs"]) == (expected[24], "auto", [])
+    # A busy machine may pause the draft twice for longer than its usual time, after which `auto` leaves it out.
+    assert {row["reason"] for row in answer["degraded"]} <= {"slow"}
+    answer, err = _orchestrate(capfd, *addresses, *PATIENT, "--mode", "pingpong", *SHORT)
+    assert (answer["token_ids"], err) == (expected[24], "")
     assert (answer["degraded"], answer["resyncs"]) == ([], [])
     wire = answer["wire"]
     assert wire["rounds"] == answer["num_rounds"] + 1
     assert wire["sent_bytes"] == wire["draft"]["sent_bytes"] + wire["target"]["sent_bytes"]
     assert all(0 < count < 400 * wire["rounds"] for peer in ("draft", "target") for count in wire[peer].values())
-    again, _ = _orchestrate(capfd, "--target", target.address, "--draft", draft.address, *SHORT, "--compare")
+    again, _ = _orchestrate(capfd, *addresses, *SHORT, "--compare")
     assert again["compare"]["identical"] is True
     assert again["compare"]["plain"]["wire"]["draft"] == {"sent_bytes": 0, "received_bytes": 0}
 
