@@ -22,6 +22,8 @@ BASE = ROOT / "k8s" / "base"
 ROLES = {"target": "target", "draft": "draft", "gateway": "gateway", "orchestrate": "generate"}
 """Each workload, and the purpose for which its process reads the settings."""
 WORKERS = ("target", "draft")
+STAGES = {"stage-0": "stage", "stage-1": "stage"}
+"""As ROLES, for what k8s/stages adds; in the order of their layers."""
 Object = dict[str, Any]
 
 
@@ -102,7 +104,7 @@ def settings_of(workload: Workload, name: str) -> Settings:
         for variable, value in workload.environment.items():
             if variable.startswith(ENV_PREFIX):
                 patch.setenv(variable, value)
-        effective = load_settings(purpose=ROLES[name])  # pyright: ignore[reportArgumentType]
+        effective = load_settings(purpose={**ROLES, **STAGES}[name])  # pyright: ignore[reportArgumentType]
     ours = {variable for variable in workload.environment if variable.startswith(ENV_PREFIX)}
     assert {origin.name for origin in effective.origins.values()} == ours
     return effective.settings
