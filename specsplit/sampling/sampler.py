@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specsplit.core.tree import depths, path_to
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
 from specsplit.sampling.best import Best, best_sums
 from specsplit.sampling.log_probs import token_log_probs
@@ -21,6 +22,10 @@ from specsplit.sampling.row_search import found_in, search_of
 from specsplit.sampling.rows import as_array
 from specsplit.sampling.shortlist import best_of_shortlists, has_shortlist
 from specsplit.sampling.sparse_noise import shared_noise
+from specsplit.sampling.verify import picks_for_walk
+
+_MANY_TOKENS = 16_384
+"""From so many on a row's picks cost more than to begin with its penalties."""
 
 
 class Sampler:
@@ -50,6 +55,30 @@ class Sampler:
         if best is None:
             return picked_ids(self.scores(logits, committed, depths, paths))
         return [ids[0] if ids else NOT_A_NUMBER for ids, _ in best]
+
+    def picks_of_tree(
+        self, logits: Tensor, committed: Sequence[int], parents: Sequence[int], token_ids: Sequence[int]
+    ) -> list[int]:
+        """Return the picks at the root and at the nodes of a tree, [1 + N] as `logits`; any where `walk` reads none.
+
+        `parents` and `token_ids` are those of the nodes. `committed` is only counted unless `needs_paths`. With noise
+        each row has a search of its own on a CPU, so that rows off the accepted path are left out.
+        """
+        if self.changes_nothing:
+            return picked_ids(logits)
+        levels = [0, *depths(parents)]
+        paths: list[list[int]] | None = None
+        if self.needs_paths:
+            paths = [[], *([token_ids[at] for at in path_to(parents, node)] for node in range(len(parents)))]
+        is_in_vain = self.needs_paths and logits.shape[-1] < _MANY_TOKENS
+        if self._sparse_noise is None or not logits.is_cpu or is_in_vain:
+            return self.picks(logits, committed, levels, paths)
+
+        def pick_at(row: int) -> int:
+            path = None if paths is None else paths[row : row + 1]
+            return self.picks(logits[row : row + 1], committed, levels[row : row + 1], path)[0]
+
+        return picks_for_walk(parents, token_ids, pick_at)
 
     def best(
         self,

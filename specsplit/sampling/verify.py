@@ -5,9 +5,10 @@ Plain lists, no tensors, no probabilities. On a token's route it stands between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _ROOT_INDEX = -1
+_UNREAD = 0
 
 
 def walk(parents: Sequence[int], token_ids: Sequence[int], picks: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -25,3 +26,18 @@ def walk(parents: Sequence[int], token_ids: Sequence[int], picks: Sequence[int])
             accepted.append(node)
             at, wanted = node, picks[1 + node]
     return accepted, [token_ids[node] for node in accepted] + [wanted]
+
+
+def picks_for_walk(parents: Sequence[int], token_ids: Sequence[int], pick_at: Callable[[int], int]) -> list[int]:
+    """Return the picks with which `walk` comes to the same end, 0 where it reads none.
+
+    `pick_at(0)` is the pick at the root and `pick_at(1 + i)` that at node i: only those on the accepted path are asked.
+    """
+    picks = [_UNREAD] * (1 + len(parents))
+    picks[0] = wanted = pick_at(0)
+    at = _ROOT_INDEX
+    for node, (parent, token) in enumerate(zip(parents, token_ids, strict=True)):
+        if parent == at and token == wanted:
+            at = node
+            picks[1 + node] = wanted = pick_at(1 + node)
+    return picks

@@ -14,7 +14,7 @@ from torch import Tensor
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, ModelDamaged
 from specsplit.core.ports import VerifyStream
 from specsplit.core.progress import Progress, current_listener
-from specsplit.core.tree import check_proposal, depths, parent_indices, path_to
+from specsplit.core.tree import check_proposal, parent_indices
 from specsplit.core.types import (
     Proposal,
     Scores,
@@ -38,7 +38,7 @@ from specsplit.limits import MAX_DEPTH
 from specsplit.model.attention.head_work import HeadWork
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
-from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
+from specsplit.sampling.pick import NOT_A_NUMBER
 from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.tree_attention import is_chain
 from specsplit.sampling.verify import walk
@@ -209,16 +209,9 @@ class TargetEngine(Engine):
         return entry
 
     def _picks(self, session: WorkerSession, logits: Tensor, proposal: Proposal, tree: Sequence[int]) -> list[int]:
-        """Return the target's pick at the root and at every node."""
-        sampler = session.sampler
-        assert sampler is not None, "the session has begun"
-        if sampler.changes_nothing:
-            picks = picked_ids(logits)
-        else:
-            paths: list[list[int]] | None = None
-            if sampler.needs_paths:
-                paths = [[], *([proposal.token_ids[n] for n in path_to(tree, node)] for node in range(len(tree)))]
-            picks = sampler.picks(logits, session.ids, [0, *depths(tree)], paths)
+        """Return the target's pick at the root and at every node that `walk` may come to."""
+        assert session.sampler is not None, "the session has begun"
+        picks = session.sampler.picks_of_tree(logits, session.ids, tree, proposal.token_ids)
         if NOT_A_NUMBER in picks:
             raise no_numbers(self._model)
         return picks

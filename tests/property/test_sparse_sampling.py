@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from specsplit.core.tree import path_to
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.sampling.best import best_sums
 from specsplit.sampling.cuts import cut, cut_by_sorting
@@ -20,6 +21,7 @@ from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scor
 from specsplit.sampling.processors import TokenCounts, process_logits
 from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.sparse_noise import LEAST, MOST, SparseNoise, gumbel, shared_noise
+from specsplit.sampling.verify import walk
 
 Rows = NDArray[np.float32]
 SHAPES = ["normal", "whole numbers", "three levels", "level", "one far above", "few left", "most cut", "huge", "broken"]
@@ -223,17 +225,16 @@ def test_all_noise_lies_within_its_bounds() -> None:
     assert (gumbel(np.array([0, (1 << 64) - 1], np.uint64)) < MOST).all()
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(),
-        SamplingParams(presence_penalty=1, logit_bias=((3, 2.0),)),
-        SamplingParams(temperature=0.7),
-        SamplingParams(temperature=1, top_p=0.9, frequency_penalty=0.3, repetition_penalty=1.3),
-        SamplingParams(temperature=0.8, top_k=20, min_p=0.02, logit_bias=((3, 2.0),)),
-    ],
-    ids=str,
-)
+SAMPLING = [
+    SamplingParams(),
+    SamplingParams(presence_penalty=1, logit_bias=((3, 2.0),)),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1, top_p=0.9, frequency_penalty=0.3, repetition_penalty=1.3),
+    SamplingParams(temperature=0.8, top_k=20, min_p=0.02, logit_bias=((3, 2.0),)),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 @pytest.mark.parametrize("vocab_size", [300, 9000])
 def test_a_sampler_picks_what_its_scores_say(sampling: SamplingParams, vocab_size: int) -> None:
     params = SessionParams(sampling=sampling, seed=6, choice=0, prompt_length=2)
@@ -248,3 +249,41 @@ def test_a_sampler_picks_what_its_scores_say(sampling: SamplingParams, vocab_siz
         logits[2, 5] = math.nan
         assert sampler.picks(logits, committed, depths, paths)[2] == NOT_A_NUMBER
         committed.append(round_number)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("vocab_size", [300, 17_000])
+def test_a_tree_is_walked_as_with_the_picks_of_all_its_nodes(sampling: SamplingParams, vocab_size: int) -> None:
+    params = SessionParams(sampling=sampling, seed=6, choice=0, prompt_length=2)
+    everywhere, sampler = (Sampler(params, vocab_size, torch.device("cpu")) for _ in range(2))
+    parents, committed = [-1, -1, 0, 0, 2, 1, 5], [1, 2, 3, 4]
+    levels, lengths = [0, 1, 1, 2, 2, 3, 2, 3], set[int]()
+    for round_number in range(12):
+        logits = torch.from_numpy(logits_of("normal", 8, vocab_size, round_number))
+        nodes = [(7 * round_number + node) % vocab_size for node in range(7)]
+        for _ in range(round_number % 4):  # each time the pick at the end of the way becomes the way's next node
+            paths = [[], *([nodes[at] for at in path_to(parents, node)] for node in range(7))]
+            picks = everywhere.picks(logits, committed, levels, paths)
+            accepted, emitted = walk(parents, nodes, picks)
+            children = [node for node, parent in enumerate(parents) if parent == (accepted[-1] if accepted else -1)]
+            if children:
+                nodes[children[-1]] = emitted[-1]
+        paths = [[], *([nodes[at] for at in path_to(parents, node)] for node in range(7))]
+        expected = walk(parents, nodes, everywhere.picks(logits, committed, levels, paths))
+        assert walk(parents, nodes, sampler.picks_of_tree(logits, committed, parents, nodes)) == expected
+        lengths.add(len(expected[0]))
+        committed.append(round_number)
+    assert lengths >= {0, 1, 2}
+
+
+def test_what_a_rejected_node_has_is_not_looked_at() -> None:
+    sampler = Sampler(SessionParams(sampling=SamplingParams(temperature=0.7), seed=6), 300, torch.device("cpu"))
+    logits = torch.from_numpy(logits_of("normal", 3, 300, 0))
+    (pick,) = sampler.picks(logits[:1], [1, 2], [0], None)
+    nodes = [pick, (pick + 1) % 300]
+    logits[2] = math.nan
+    accepted, emitted = walk([-1, -1], nodes, sampler.picks_of_tree(logits, [1, 2], [-1, -1], nodes))
+    assert (accepted, NOT_A_NUMBER in emitted) == ([0], False)
+    logits[1] = math.nan
+    _, emitted = walk([-1, -1], nodes, sampler.picks_of_tree(logits, [1, 2], [-1, -1], nodes))
+    assert emitted[-1] == NOT_A_NUMBER

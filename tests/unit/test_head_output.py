@@ -11,6 +11,7 @@ import torch
 from specsplit.core.tree import path_to
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.sampling.sampler import Sampler
+from specsplit.sampling.verify import walk
 from specsplit.stages.chain.head_output import picks_of
 from specsplit.stages.packet import PacketSession
 
@@ -41,7 +42,7 @@ def test_picks_are_those_of_one_process_and_the_context_is_not_copied(name: str)
     params = SessionParams(SAMPLING[name], seed=4, prompt_length=60)
     logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     paths = [[], *([NODES[node] for node in path_to(TREE, leaf)] for leaf in range(len(TREE)))]
-    expected = Sampler(params, VOCAB, torch.device("cpu")).picks(logits, CONTEXT, [0, 1, 2, 2, 3, 1], paths)
+    everywhere = Sampler(params, VOCAB, torch.device("cpu")).picks(logits, CONTEXT, [0, 1, 2, 2, 3, 1], paths)
     # [rows before the packet | the last two committed tokens, of which the second is the root | nodes]
     ids = [*CONTEXT, *NODES]
     session = PacketSession(
@@ -56,4 +57,6 @@ def test_picks_are_those_of_one_process_and_the_context_is_not_copied(name: str)
     )
     sampler = Sampler(params, VOCAB, torch.device("cpu"))
     given = ids if name == "penalties" else Unread(ids)
-    assert picks_of(sampler, logits, given, session) == (tuple(expected), ())
+    picks, log_probs = picks_of(sampler, logits, given, session)
+    assert (walk(TREE, NODES, picks), log_probs) == (walk(TREE, NODES, everywhere), ())
+    assert len(picks) == len(everywhere)

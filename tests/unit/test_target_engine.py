@@ -18,8 +18,7 @@ from specsplit.core.errors import InvalidRequest, NoFreeSlot, OutOfMemory, SlotB
 from specsplit.core.types import ROOT, Proposal, SamplingParams, Verdict
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel, load_model
-from specsplit.sampling import processors
-from specsplit.target import engine as target_engine
+from specsplit.sampling import processors, sampler
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
 from tests.support.model_zoo import FAMILIES, save_model
@@ -304,7 +303,7 @@ async def test_the_round_that_failed_may_be_asked_again(step: str, monkeypatch: 
             if step == "forward":
                 runner.failures[len(runner.steps)] = error
             else:
-                patch.setattr(target_engine, "picked_ids", failing)
+                patch.setattr(sampler, "picked_ids", failing)
             with pytest.raises(OutOfMemory):
                 await talk.verify(tree)
         talk.script.round -= 1

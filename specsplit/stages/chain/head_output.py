@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from specsplit.core.errors import InvalidPacket
-from specsplit.core.tree import depths, path_to
 from specsplit.core.types import TokenLogProb
 from specsplit.sampling.log_probs import token_log_probs
-from specsplit.sampling.pick import NOT_A_NUMBER, picked_ids
+from specsplit.sampling.pick import NOT_A_NUMBER
 from specsplit.sampling.processors import bias_row
 from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.verify import walk
@@ -25,7 +24,7 @@ from specsplit.stages.packet import HeadRequest, Packet, PacketSession
 def picks_of(
     sampler: Sampler, logits: Tensor, ids: Sequence[int], session: PacketSession
 ) -> tuple[tuple[int, ...], tuple[TokenLogProb, ...]]:
-    """Return the pick of each row of `logits` [R, V], and what was asked for of the picks that a walk emits.
+    """Return the pick of each row of `logits` [R, V] that a walk may read, and what was asked for of those it emits.
 
     `ids` are those of the slot's rows, the session's own at the end; none is read unless the sampler counts tokens.
 
@@ -42,13 +41,9 @@ def picks_of(
     if min(tree, default=-1) < -1:
         raise InvalidPacket("A node of a packet's tree hangs above the tree's root.")
     nodes, length = session.token_ids[root + 1 :], session.start + root + 1
-    if sampler.changes_nothing:
-        picks = picked_ids(logits)
-    elif sampler.needs_paths:
-        paths = [[], *([nodes[node] for node in path_to(tree, leaf)] for leaf in range(len(tree)))]
-        picks = sampler.picks(logits, ids[:length], [0, *depths(tree)], paths)
-    else:  # the committed tokens are only counted, and a copy of a long context takes longer than the picks
-        picks = sampler.picks(logits, range(length), [0, *depths(tree)], None)
+    # Where the committed tokens are only counted, a copy of a long context takes longer than the picks.
+    committed = ids[:length] if sampler.needs_paths else range(length)
+    picks = sampler.picks_of_tree(logits, committed, tree, nodes)
     if sampler.params.top_logprobs is None or NOT_A_NUMBER in picks:
         return tuple(picks), ()
     return tuple(picks), sampler.log_probs(logits, *walk(tree, nodes, picks))
