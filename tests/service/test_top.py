@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -160,7 +161,9 @@ def test_top_shows_a_target_its_stage_and_a_draft(tmp_path: Path, capfd: pytest.
     assert rows["target"]["num_slots"] == 4
     assert rows["target"]["num_slots_warm"] == 1
     assert rows["stage"]["layers"] == "0:12"
-    assert rows["stage"]["num_sessions"] == 1, "the warm slot's rows"
+    assert rows["stage"]["num_slots_used"] == 1, "the warm slot's rows"
+    assert (rows["stage"]["num_sessions"], rows["stage"]["num_slots_warm"]) == (None, None), "no stage knows them"
+    assert re.search(r" - +0 +1/4 open or warm ", next(line for line in table.splitlines() if stage.address in line))
     assert len(text) > 0
     assert all(address in table for address in addresses[1::2])
     assert main(["top", "--target", target.address, "--stage", stage.address, *once]) == 1
