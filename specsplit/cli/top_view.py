@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from specsplit.assembly.worker_links import worker_links
+from specsplit.cli.doctor_services import unreachable
 from specsplit.cli.render import visible
-from specsplit.core.errors import InvalidSettings, SpecSplitError
+from specsplit.core.errors import InvalidSettings, SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings, load_settings
 from specsplit.engine import event_loop
 from specsplit.rpc.credentials import open_security, says_how
@@ -150,6 +151,8 @@ async def _read(reader: StatisticsReader, timeout_s: float) -> StatisticsReading
     try:
         reading = await reader.read(timeout_s)
     except SpecSplitError as error:
+        if isinstance(error, WorkerUnreachable):
+            error = await unreachable(error, reader.address, reader.role, reader.security)
         return Row(reader.role, reader.address, "unreachable", str(error))
     return reading or Row(reader.role, reader.address, "older", f"The {reader.role} at {reader.address} {_OLDER}.")
 
