@@ -41,14 +41,14 @@ class Progress:
 
 def new_console() -> Console:
     """Return a console on stderr, wide enough for the tables if it is no terminal."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 200, highlight=False)
 
 
 def table(title: str, *columns: str) -> RichTable:
-    """Return an empty table, its first column text and the others numbers."""
+    """Return an empty table; where it is too wide, its first column of names is whole and the others fold."""
     empty = RichTable(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        empty.add_column(column, justify="right" if index else "left", no_wrap=index > 0)
+        empty.add_column(column, justify="right" if index else "left", no_wrap=not index, overflow="fold")
     return empty
 
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-HELP_NAMES = {"help_option_names": ["-h", "--help"]}
-"""The settings of the parser by which `-h` is `--help`; subcommands inherit them."""
+HELP_NAMES = {"help_option_names": ["-h", "--help", "--help-all"]}
+"""The settings of the parser by which `-h` and `--help-all` are `--help`, where no option is hidden; subcommands
+inherit them."""
 USUAL = frozenset(
     (
         *("text", "prompt", "prompt_file", "prompts_file", "output", "chat", "max_new_tokens", "temperature", "seed"),
@@ -45,6 +46,10 @@ class Group(TyperGroup):
         with _interruptible():
             return super().invoke(ctx)
 
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """Return the names of the help in one order; the parser has them in a set."""
+        return sorted(super().get_help_option_names(ctx))
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
         _prepare(self.get_params(ctx))
@@ -53,6 +58,10 @@ class Group(TyperGroup):
 
 class ShortCommand(TyperCommand):
     """A command with so few options that `-h` shows all of them."""
+
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """Return the names of the help in one order; the parser has them in a set."""
+        return sorted(super().get_help_option_names(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""

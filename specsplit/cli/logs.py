@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _IDS = ("event", "session", "request")
 """Fields that a record may have beside its message."""
 _notes = logging.getLogger("specsplit.notes")
+_opentelemetry = logging.getLogger("opentelemetry")
 _grpc = logging.getLogger("grpc._cython.cygrpc")
 
 
@@ -64,6 +66,8 @@ def set_up_logging(settings: LoggedSettings | None = None, role: str = "") -> No
     if settings is None and not is_debugging():
         if not package.handlers:
             package.addHandler(logging.NullHandler())
+        if sys.stderr.isatty():  # warnings about a collector that is away would stand in the middle of an answer
+            _opentelemetry.addHandler(logging.NullHandler())
         return
     logging.basicConfig(level=logging.INFO if is_debugging() else logging.WARNING, format=_FORMAT)
     _grpc.addFilter(_is_no_cancellation)

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from specsplit.assembly.worker_links import worker_links
+from specsplit.cli.doctor_services import unreachable
 from specsplit.cli.render import visible
-from specsplit.core.errors import InvalidSettings, SpecSplitError
+from specsplit.core.errors import InvalidSettings, SpecSplitError, WorkerUnreachable
 from specsplit.core.settings import Settings, load_settings
 from specsplit.engine import event_loop
 from specsplit.rpc.credentials import open_security, says_how
@@ -51,10 +52,11 @@ class Row:
     version: str = ""
     layers: str = ""
     uptime_s: float = 0.0
-    num_sessions: int = 0
+    num_sessions: int | None = 0
+    """None for a stage, as is `num_slots_warm`: it cannot tell slots of open sessions from warm ones."""
     num_slots: int = 0
     num_slots_used: int = 0
-    num_slots_warm: int = 0
+    num_slots_warm: int | None = 0
     num_waiting: int = 0
     num_running: int = 0
     used_bytes: int = 0
@@ -149,6 +151,8 @@ async def _read(reader: StatisticsReader, timeout_s: float) -> StatisticsReading
     try:
         reading = await reader.read(timeout_s)
     except SpecSplitError as error:
+        if isinstance(error, WorkerUnreachable):
+            error = await unreachable(error, reader.address, reader.role, reader.security)
         return Row(reader.role, reader.address, "unreachable", str(error))
     return reading or Row(reader.role, reader.address, "older", f"The {reader.role} at {reader.address} {_OLDER}.")
 
@@ -162,7 +166,7 @@ def _row(reader: StatisticsReader, before: StatisticsReading | Row, now: Statist
     if not is_new:
         earlier = cast(StatisticsReading, before)
         since_s, steps, trees = earlier.uptime_s, earlier.statistics.steps, earlier.statistics.trees
-    held, elapsed_s = now.statistics, now.uptime_s - since_s
+    held, elapsed_s, is_stage = now.statistics, now.uptime_s - since_s, reader.role == "stage"
     num_steps = held.steps.num_steps - steps.num_steps
     num_tree_rounds = held.trees.num_tree_rounds - trees.num_tree_rounds
     num_nodes, num_accepted = held.trees.num_nodes - trees.num_nodes, held.trees.num_accepted - trees.num_accepted
@@ -174,10 +178,10 @@ def _row(reader: StatisticsReader, before: StatisticsReading | Row, now: Statist
         version=now.version,
         layers=f"{held.layers[0]}:{held.layers[1]}" if held.layers is not None else "",
         uptime_s=now.uptime_s,
-        num_sessions=held.num_sessions,
+        num_sessions=None if is_stage else held.num_sessions,
         num_slots=held.num_slots,
         num_slots_used=held.num_slots_used,
-        num_slots_warm=held.num_slots_warm,
+        num_slots_warm=None if is_stage else held.num_slots_warm,
         num_waiting=held.num_waiting,
         num_running=held.num_running,
         used_bytes=held.used_bytes,
@@ -244,10 +248,12 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def _cells(row: Row) -> list[str]:
     warm = f" +{row.num_slots_warm} warm" if row.num_slots_warm else ""
+    if row.num_slots_warm is None:
+        warm = " open or warm"
     length = row.mean_acceptance_length
     return [
         visible(row.model).replace("[", "\\["),
-        str(row.num_sessions),
+        str(row.num_sessions) if row.num_sessions is not None else _UNKNOWN,
         str(row.num_waiting),
         f"{row.num_slots_used}/{row.num_slots}{warm}",
         _bytes(row),

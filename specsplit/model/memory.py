@@ -10,6 +10,7 @@ import torch
 
 from specsplit.core.errors import OutOfMemory
 from specsplit.model.attention.paths import held_tokens, slot_rows
+from specsplit.model.control_groups import unused_bytes
 
 _RESERVE = 0.95
 """Fraction of the free memory that KV slots may take."""
@@ -27,8 +28,7 @@ def available_bytes(device: torch.device) -> int | None:
     except OSError:
         return None
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    limit = _cgroup_limit()
-    return min([*found, *limit]) if found else None
+    return min([*found, *unused_bytes()]) if found else None
 
 
 def is_exhausted(error: BaseException) -> bool:
@@ -41,19 +41,6 @@ def return_freed() -> None:
     """Give the system what the C library keeps of freed memory, where it can: loading leaves a good deal of it."""
     with suppress(OSError, AttributeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _cgroup_limit() -> list[int]:
-    """Return the memory left under a container's limit, if there is one, as a list of at most one."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        statistics = Path("/sys/fs/cgroup/memory.stat").read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):
-        return []
-    # A container's file cache counts as used, though the kernel gives it back when asked for memory.
-    reclaimable = sum(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
-    return [int(limit) - used + reclaimable] if limit.isdigit() else []
 
 
 def num_sessions(

@@ -95,7 +95,7 @@ class StatisticsReader:
             InvalidSettings: the link would leave this machine in plaintext.
         """
         self.role: StatisticsRole = role
-        self.address = address
+        self.address, self.security = address, security
         self._peer = f"The {role} at {address}"
         self._channel = WorkerChannel(address, self._peer, role, security)
 

@@ -44,21 +44,27 @@ _Value = tuple[str, str, Callable[[WorkerStatistics], float]]
 def _kv_cache_share(statistics: WorkerStatistics) -> float:
     """Return the share of the KV cache in use, of its slots or of its bytes: whichever is full first lets nobody in."""
     slots, whole = (statistics.num_slots_used, statistics.num_slots), (statistics.used_bytes, statistics.budget_bytes)
-    return max(used / there if there else 0.0 for used, there in (slots, whole))
+    # A stage cannot tell its warm slots, which new sessions may take, from those of open sessions.
+    shares = (slots, whole) if statistics.layers is None else (whole,)
+    return max(used / there if there else 0.0 for used, there in shares)
 
 
 _GAUGES: tuple[_Value, ...] = (
-    ("num_requests_running", "Sessions that are open; of a stage, slots that hold rows.", lambda s: s.num_sessions),
+    ("num_requests_running", "Sessions that are open.", lambda s: s.num_sessions),
     ("num_requests_waiting", "Openings that wait for a slot.", lambda s: s.num_waiting),
     (
         "kv_cache_usage_perc",
-        "Share of the KV cache in use, of its slots or of its bytes: the larger one.",
+        "Share of the KV cache in use, of its slots or of its bytes: the larger one; of a stage, of its bytes.",
         _kv_cache_share,
     ),
     ("kv_cache_used_bytes", "Bytes of the KV cache in use; 0 if unknown.", lambda s: s.used_bytes),
     ("kv_cache_budget_bytes", "Bytes that the KV cache may use; 0 if unknown.", lambda s: s.budget_bytes),
     ("num_slots", "KV slots.", lambda s: s.num_slots),
-    ("num_slots_used", "KV slots in use.", lambda s: s.num_slots_used),
+    (
+        "num_slots_used",
+        "KV slots in use; of a stage, those that hold rows, also of ended sessions.",
+        lambda s: s.num_slots_used,
+    ),
     (
         "num_slots_warm",
         "KV slots with rows of ended sessions, for new ones that begin alike.",
@@ -66,6 +72,8 @@ _GAUGES: tuple[_Value, ...] = (
     ),
     ("num_tasks_running", "Pieces of work under way.", lambda s: s.num_running),
 )
+_NOT_OF_STAGES = frozenset({"num_requests_running", "num_slots_warm"})
+"""Gauges of what only a chain's coordinator knows."""
 _COUNTERS: tuple[_Value, ...] = (
     ("requests_refused", "Openings that were refused.", lambda s: s.num_refused),
     ("num_preemptions", "Sessions that lost their rows to older ones.", lambda s: s.num_preempted),
@@ -109,7 +117,8 @@ class WorkerMetrics(Collector):
         labels = {"model_name": statistics.model}
         metrics: list[Metric] = [self._build(statistics)]
         for name, meaning, value in _GAUGES:
-            metrics.append(_sampled(GaugeMetricFamily(PREFIX + name, meaning), labels, value(statistics)))
+            if self._role != "stage" or name not in _NOT_OF_STAGES:
+                metrics.append(_sampled(GaugeMetricFamily(PREFIX + name, meaning), labels, value(statistics)))
         for name, meaning, value in (*_COUNTERS, *_ROLE_COUNTERS[self._role]):
             metrics.append(_sampled(CounterMetricFamily(PREFIX + name, meaning), labels, value(statistics)))
         return [*metrics, *_labelled(statistics)]

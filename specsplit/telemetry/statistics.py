@@ -46,9 +46,10 @@ class WorkerStatistics:
     layers: tuple[int, int] | None = None
     """A stage's, from the first to the one before the second number."""
     num_sessions: int = 0
-    """Open sessions; for a stage, slots that hold rows."""
+    """Open sessions; a stage knows none."""
     num_slots: int = 0
     num_slots_used: int = 0
+    """For a stage, slots that hold rows, also of ended sessions."""
     num_slots_warm: int = 0
     num_waiting: int = 0
     """Openings that wait for a slot."""

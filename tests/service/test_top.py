@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -142,6 +143,15 @@ async def test_the_workers_of_a_gateways_settings_are_looked_at(
     assert not any(check["name"] == "cpu" for check in checks), "no model is loaded here"
 
 
+async def test_top_says_that_a_worker_speaks_no_tls(tmp_path: Path, capsys: Capture) -> None:
+    options = Authority(tmp_path).role("gateway").options()
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server:
+        arguments = ["top", "--target", server.address, "--once", "--interval", "0.1", *options]
+        assert await asyncio.to_thread(main, arguments) == 1
+    reason = "it speaks no TLS; start it with the --tls options, too"
+    assert f"{server.address} cannot be reached: {reason}" in capsys.readouterr().out
+
+
 def test_top_shows_a_target_its_stage_and_a_draft(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stage = stage_process(tmp_path, "0:12")
     target = WorkerProcess("target", tmp_path, "--stages", stage.address)
@@ -160,7 +170,9 @@ def test_top_shows_a_target_its_stage_and_a_draft(tmp_path: Path, capfd: pytest.
     assert rows["target"]["num_slots"] == 4
     assert rows["target"]["num_slots_warm"] == 1
     assert rows["stage"]["layers"] == "0:12"
-    assert rows["stage"]["num_sessions"] == 1, "the warm slot's rows"
+    assert rows["stage"]["num_slots_used"] == 1, "the warm slot's rows"
+    assert (rows["stage"]["num_sessions"], rows["stage"]["num_slots_warm"]) == (None, None), "no stage knows them"
+    assert re.search(r" - +0 +1/4 open or warm ", next(line for line in table.splitlines() if stage.address in line))
     assert len(text) > 0
     assert all(address in table for address in addresses[1::2])
     assert main(["top", "--target", target.address, "--stage", stage.address, *once]) == 1

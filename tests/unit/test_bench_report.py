@@ -12,11 +12,12 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import summary
 from benchmarks.__main__ import app
-from benchmarks.report import page, plots
+from benchmarks.report import console, page, plots
 from benchmarks.report.plots import Plot
 from benchmarks.report.tables import Section, Table, Text
 from benchmarks.research.rounds import profile, trace
@@ -247,6 +248,16 @@ def test_an_empty_table_leaves_no_trace():
     section = Section("s")
     section.table("t", ("a", "b"), [])
     assert section.parts == []
+
+
+@pytest.mark.parametrize("width", [None, 80])
+def test_a_table_that_is_too_wide_keeps_its_names(width: int | None, capsys: pytest.CaptureFixture[str]):
+    names, values = ("P1 pingpong over plain", "P2"), ["17.95 [17.95, 17.95]"] * 12
+    shown = Table("Bars", ("bar", *map(str, range(12))), [(name, *values) for name in names])
+    console.show_tables(console.new_console() if width is None else Console(stderr=True, width=width), [shown])
+    printed = capsys.readouterr().err
+    assert [name for name in names if name not in printed] == []
+    assert "…" not in printed
 
 
 # --- traces

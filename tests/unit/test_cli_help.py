@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import specsplit
+from specsplit.cli.commands import app
 from specsplit.cli.main import main
 from specsplit.core.settings import load_settings
 
@@ -38,12 +42,25 @@ def test_h_shows_the_usual_options_and_help_all_every_one(command: str, capsys: 
     assert "--threads" in everything - short
 
 
+def commands_in(group: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield (*path, name)
+        yield from commands_in(command, *path, name)
+
+
+def test_every_command_takes_help_all(capsys: Capture):
+    paths = [(), *commands_in(typer.main.get_command(app))]
+    assert {("plan",), ("serve",), ("keys", "new")} <= set(paths)
+    assert [path for path in paths if main([*path, "--help-all"]) != 0] == []
+    assert capsys.readouterr().err == ""
+
+
 def test_the_usual_options_have_short_forms(capsys: Capture):
     """Two letters would be two options: each of these stands for one in every command that has it."""
     commands = ("orchestrate", "draft", "target", "serve", "stage", "stage-check", "chat", "doctor", "plan")
     meanings: dict[str, set[str]] = {}
     for command in commands:
-        main([command, "--help-all" if command not in ("doctor", "plan") else "--help"])
+        main([command, "--help-all"])
         for long, short in re.findall(r"^│ +(--[a-z-]+) +(-\w) ", capsys.readouterr().out, flags=re.MULTILINE):
             meanings.setdefault(short, set()).add(long)
     assert meanings.pop("-m") == {"--model", "--target-model"}

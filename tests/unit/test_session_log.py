@@ -93,6 +93,20 @@ def test_grpc_writes_no_traceback_of_a_call_cut_before_its_first_step(root: io.S
     assert "ValueError: a mistake" in root.getvalue()
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_collector_that_is_away_disturbs_no_answer_on_a_terminal(
+    *, is_terminal: bool, root: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPECSPLIT_DEBUG", raising=False)
+    monkeypatch.setattr(root, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", root)
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
+    logging.getLogger().handlers = []
+    logs.set_up_logging()
+    logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").warning("Transient error")
+    assert root.getvalue() == ("" if is_terminal else "Transient error\n")
+
+
 def test_errors_of_a_session_are_logged_once_each_and_go_on(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "specsplit.sessions")
     errors = [Overloaded("full", 1.0), AccessDenied("not yours"), WorkerUnreachable("a stage is gone"), SlotBehind(3)]

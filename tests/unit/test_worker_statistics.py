@@ -11,7 +11,7 @@ from specsplit.target.engine import TargetEngine
 from specsplit.telemetry.prometheus import WorkerMetrics
 from specsplit.telemetry.statistics import WorkerStatistics
 from tests.support.hash_model import hash_model
-from tests.support.metrics import samples_of, value
+from tests.support.metrics import names, samples_of, value
 from tests.support.rounds import script
 
 
@@ -51,6 +51,14 @@ async def test_long_texts_fill_the_kv_cache_before_its_slots() -> None:
 async def test_a_kv_cache_of_which_nothing_is_known_is_empty() -> None:
     assert kv_usage(WorkerStatistics()) == 0
     assert kv_usage(WorkerStatistics(num_slots=4, num_slots_used=1)) == 1 / 4
+
+
+async def test_warm_slots_of_a_stage_are_no_sessions_and_leave_room() -> None:
+    """A stage cannot tell rows of ended sessions, whose slots are free for new ones, from those of open sessions."""
+    held = WorkerStatistics(layers=(0, 12), num_slots=4, num_slots_used=4, used_bytes=1, budget_bytes=8)
+    page = samples_of(WorkerMetrics("stage", lambda: held).page().decode())
+    assert value(page, "specsplit:kv_cache_usage_perc") == 1 / 8
+    assert names(page).isdisjoint({"specsplit:num_requests_running", "specsplit:num_slots_warm"})
 
 
 class ChangingRows(list[int]):

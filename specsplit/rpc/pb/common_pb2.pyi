@@ -589,9 +589,10 @@ class StatsResponse(_message.Message):
     uptime_us: _builtins.int
     """Since it began."""
     num_sessions: _builtins.int
-    """Just now. For a stage: slots that hold rows, and packets that it computes."""
+    """Just now. A stage, which computes packets, knows no sessions: 0, and no warm slots."""
     num_slots: _builtins.int
     num_slots_used: _builtins.int
+    """For a stage: slots that hold rows, also of ended sessions."""
     num_slots_warm: _builtins.int
     num_waiting: _builtins.int
     """Openings that wait for a slot."""

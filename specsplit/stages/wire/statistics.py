@@ -20,13 +20,11 @@ def stage_statistics(stage: Stage, num_running: int, received_bytes: int, sent_b
     `received_bytes` and `sent_bytes` are those of packets since it began.
     """
     identity, counts = stage.identity, stage.statistics
-    num_used = sum(rows > 0 for rows in stage.num_rows)
     return WorkerStatistics(
         model=identity.model,
         layers=(identity.start, identity.end),
-        num_sessions=num_used,
         num_slots=identity.num_slots,
-        num_slots_used=num_used,
+        num_slots_used=sum(rows > 0 for rows in stage.num_rows),
         num_running=num_running,
         used_bytes=sum(stage.num_rows) * identity.kv_bytes_per_token,
         budget_bytes=identity.kv_rows * identity.kv_bytes_per_token,
