@@ -151,7 +151,11 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         ranges = even_ranges(num_layers_of(settings.model), settings.local_stages)
     dtype = settings.dtype or _default_dtype(settings)
     model = load_chain_model(
-        settings.model, dtype=dtype, context=settings.context, max_sessions=settings.sessions or SERVED_SESSIONS
+        settings.model,
+        dtype=dtype,
+        context=settings.context,
+        max_sessions=settings.sessions or SERVED_SESSIONS,
+        is_computing=bool(ranges) or settings.layers is not None or settings.ends == "coordinator",
     )
     if model.tokenizer is None:
         raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
