@@ -46,6 +46,8 @@ class _Client:
     used_s: float = 0.0
     num_calls: int = 0
     """Calls under way; a session that has some is kept."""
+    reasons: set[str] = field(default_factory=set[str])
+    """Why calls have failed since one succeeded."""
 
 
 _current: ContextVar[Connection | None] = ContextVar("specsplit_connection", default=None)
@@ -99,6 +101,7 @@ class ClientSessions:
         client.num_calls += 1
         try:
             yield
+            client.reasons.clear()
         except asyncio.CancelledError:
             if connection is None and not is_last:
                 self._lost([session])
@@ -108,6 +111,13 @@ class ClientSessions:
             self._use(session, client)
             if is_last and not client.num_calls:
                 self._forget(session)
+
+    def is_new(self, session: str, reason: str) -> bool:
+        """Return whether a reason of a failed call is none of those since a call for the session succeeded; note it."""
+        reasons = self._clients[session].reasons if session in self._clients else set[str]()
+        is_new = reason not in reasons
+        reasons.add(reason)
+        return is_new
 
     def _use(self, session: str, client: _Client) -> None:
         self._clients.pop(session, None)

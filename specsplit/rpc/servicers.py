@@ -133,7 +133,7 @@ class WorkerService(ABC):
         if self._is_draining and turn.opening is not None and turn.base_length == 0:
             log_session("refused", turn.session, request_id, "the worker is shutting down")
             raise draining()
-        with following(turn.session, request_id), self._clients.using(turn.session):
+        with following(turn.session, request_id, self._clients.is_new), self._clients.using(turn.session):
             turn = with_opener(turn, current_peer())
             with self._quotas.using(turn):
                 yield turn

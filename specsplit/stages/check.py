@@ -21,6 +21,7 @@ from specsplit.engine import event_loop
 from specsplit.stages.loading import Coordinator, load_coordinator
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from specsplit.model.attention.metadata import SequenceInput
@@ -76,6 +77,9 @@ def check_stages(settings: TargetSettings) -> list[StageCheck]:
     coordinator = load_coordinator(settings.model_copy(update={"local_stages": None, "sessions": 1}))
     entry = _known_entry(coordinator)
     truth = _compute(settings, coordinator, entry)
+    # This process computes too, so the stages are held to its dtype also where a target would leave it to them.
+    expected = replace(coordinator.expected, hidden_dtype=truth.dtype_name)
+    coordinator = replace(coordinator, expected=expected)
     return event_loop.run(_check(peers, coordinator, entry, truth))
 
 
@@ -85,6 +89,14 @@ class _Truth:
 
     hidden: list[Tensor]
     logits: Tensor
+    dtype: torch.dtype
+    """The number format of hidden states before they were written down in fp32."""
+
+    @property
+    def dtype_name(self) -> str:
+        from specsplit.model.loader import dtype_name
+
+        return dtype_name(self.dtype)
 
     @property
     def picks(self) -> list[int]:
@@ -128,7 +140,7 @@ def _compute(settings: TargetSettings, coordinator: Coordinator, entry: Sequence
     for layer in layers:
         layer.register_forward_hook(note)
     logits = model.runner.forward([entry])[0]
-    return _Truth(hidden, logits.cpu())
+    return _Truth(hidden, logits.cpu(), model.runner.dtype)
 
 
 async def _check(
@@ -185,7 +197,7 @@ class _Boundary:
         if self._stage.has_head:
             answer = await self._answer(chain, HeadRequest(SessionParams(), tuple(self._truth.picks)))
         deviation = self._deviation(answer)
-        is_equal = not num_other and deviation <= TOLERANCES[self._coordinator.expected.hidden_dtype]
+        is_equal = not num_other and deviation <= TOLERANCES[self._truth.dtype_name]
         return StageCheck(index, self._address, self._stage.layers, deviation, num_other, time_ms, is_equal)
 
     async def _answer(self, chain: Connection, head_request: HeadRequest | None) -> Packet:
@@ -216,7 +228,7 @@ class _Boundary:
             request_id=next(self._request_ids),
             step_kind=StepKind.VERIFY,
             hidden_size=model.hidden_size,
-            dtype=payload_type(model.dtype),
+            dtype=payload_type(self._truth.dtype),
             stage_from=COORDINATOR,
             stage_to=0,
             sessions=(replace(session, num_logits=entry.num_logits),),
@@ -239,12 +251,11 @@ class _Boundary:
 
         from specsplit.stages.shard.payload import from_payload
 
-        model = self._coordinator.model
         if self._stage.has_head:
             log_probs = torch.log_softmax(self._truth.logits.float(), -1)
             expected = log_probs.gather(-1, torch.tensor(self._truth.picks)[:, None])[:, 0].double()
             found = torch.tensor([token.log_prob for token in answer.sessions[0].log_probs], dtype=torch.float64)
         else:
             expected = self._truth.hidden[self._stage.end - 1]
-            found = from_payload(answer.payload, model.dtype, answer.num_rows, model.hidden_size).float()
+            found = from_payload(answer.payload, self._truth.dtype, answer.num_rows, answer.hidden_size).float()
         return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))

@@ -6,7 +6,7 @@ Knows no model, no tensor and no connection.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from specsplit.core.defaults import EndsAt
@@ -55,6 +55,11 @@ class StageIdentity:
     """Commit of the hub that the files are of; empty if they are not from the hub, or unknown."""
 
     @property
+    def computed_dtype(self) -> str:
+        """Return the number format of its hidden states."""
+        return self.hidden_dtype or self.dtype
+
+    @property
     def layers(self) -> str:
         """Return the layer range as users write it."""
         return f"{self.start}:{self.end}"
@@ -76,8 +81,8 @@ class ExpectedChain:
     config_hash: str
     weights_hash: Callable[[StageIdentity], str] | None = None
     """Hashes the same tensors in the coordinator's own files; None, or empty, if it lacks them and believes stages."""
-    hidden_dtype: str = ""
-    """Number format of hidden states; empty if it is that of the weights."""
+    hidden_dtype: str | None = ""
+    """Number format of hidden states; empty if it is that of the weights, None if any will do that all stages share."""
     model_revision: str = ""
     """Commit of the hub that the coordinator's files are of; empty if they are not from the hub."""
 
@@ -87,10 +92,15 @@ class ExpectedChain:
         Raises:
             PeerMismatch: one does not fit the model, or together they do not cover its layers.
         """
+        expected = self.settled(stages[0][1]) if stages else self
         for address, identity in stages:
-            self.check_stage(address, identity)
+            expected.check_stage(address, identity)
         self._check_commits(stages)
         self._check_cover(stages)
+
+    def settled(self, stage: StageIdentity) -> ExpectedChain:
+        """Return the demands on the other stages of a chain that has `stage`, whose hidden states they must share."""
+        return replace(self, hidden_dtype=stage.computed_dtype) if self.hidden_dtype is None else self
 
     def check_stage(self, address: str, identity: StageIdentity) -> None:
         """Check one stage by itself, wherever it stands.
@@ -118,10 +128,10 @@ class ExpectedChain:
             )
         if identity.dtype != self.dtype:
             raise PeerMismatch(f"{peer} computes in {identity.dtype}, not in {self.dtype}; give both the same --dtype.")
-        hidden, wanted = identity.hidden_dtype or identity.dtype, self.hidden_dtype or self.dtype
+        hidden, wanted = identity.computed_dtype, self.settled(identity).hidden_dtype or self.dtype
         if hidden != wanted:
             raise PeerMismatch(
-                f"{peer} computes with {identity.dtype} weights in {hidden}, not in {wanted} as the coordinator does: "
+                f"{peer} computes with {identity.dtype} weights in {hidden}, not in {wanted} as the rest of the chain: "
                 "their processors differ; give all of them a --dtype that each computes in."
             )
         # A stage may hold more room than is needed, but never another number format: hidden states travel as they are.

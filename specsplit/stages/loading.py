@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import SERVED_SESSIONS, EndsAt
-from specsplit.core.errors import InvalidSettings, ModelDamaged
+from specsplit.core.errors import InvalidRequest, InvalidSettings, ModelDamaged
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import public_name
+from specsplit.model.weight_format import weight_format
 from specsplit.stages.memory import stage_share, total_bytes
 from specsplit.stages.ranges import even_ranges
 
@@ -47,6 +48,7 @@ def load_stage(settings: StageSettings) -> LoadedShard:
         InvalidSettings: the model has no such layers.
     """
     check_device(settings.device)
+    _check_dtype(settings)
     require_worker_extra()
     from specsplit.stages.shard.loader import ShardOptions
 
@@ -64,6 +66,13 @@ def load_stage(settings: StageSettings) -> LoadedShard:
         ),
     )
     return replace(shard, name=public_name(settings.model), threads=settings.threads or _fastest_threads(shard.runner))
+
+
+def _check_dtype(settings: StageSettings | TargetSettings) -> None:
+    """Refuse weights that a GPU rounds in whole models only; raises InvalidRequest."""
+    if settings.device != "cpu" and weight_format(settings.dtype) is not None:
+        words = f"On a GPU --dtype {settings.dtype} is for whole models, not for parts of one; leave it out."
+        raise InvalidRequest(words, param="dtype")
 
 
 def _fastest_threads(runner: ShardRunner) -> int | None:
@@ -138,6 +147,9 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here, and why.
         InvalidSettings: more stages than layers, or a setting that a chain lacks.
     """
+    is_computing = settings.local_stages is not None or settings.layers is not None or settings.ends == "coordinator"
+    if is_computing:
+        _check_dtype(settings)
     require_worker_extra()
     from specsplit.model.source import model_folder, resolve
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
@@ -151,7 +163,11 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         ranges = even_ranges(num_layers_of(settings.model), settings.local_stages)
     dtype = settings.dtype or _default_dtype(settings)
     model = load_chain_model(
-        settings.model, dtype=dtype, context=settings.context, max_sessions=settings.sessions or SERVED_SESSIONS
+        settings.model,
+        dtype=dtype,
+        context=settings.context,
+        max_sessions=settings.sessions or SERVED_SESSIONS,
+        is_computing=is_computing,
     )
     if model.tokenizer is None:
         raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")

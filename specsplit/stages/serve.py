@@ -153,6 +153,7 @@ async def serving_chain(
         # Closed in reverse: the server drains, the engine ends its sessions, then the link lets the stages go.
         stack.push_async_callback(link.aclose)
         await connect_chain(link, settings.retry, note)
+        model = model.settled(link.identities[0].computed_dtype)
         device = _coordinator_device(coordinator, settings, link.num_stages)
         stack.push_async_callback(device.close)
         options = _chain_options(model, link, settings)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -42,13 +42,19 @@ def log_request(event: SessionEvent, request_id: str, status: int, code: str) ->
 
 
 @contextmanager
-def following(key: str, request_id: str) -> Generator[None]:
-    """Log the error with which a call for a session ends, if the session is refused or lost."""
+def following(
+    key: str, request_id: str, is_new: Callable[[str, str], bool] = lambda key, reason: True
+) -> Generator[None]:
+    """Log the error with which a call for a session ends, if the session is refused, or lost for a reason that is new.
+
+    `is_new` is asked about the session and the reason: a call that is tried again may fail many times a second.
+    """
     try:
         yield
     except (NoFreeSlot, AccessDenied) as error:
         log_session("refused", key, request_id, error)
         raise
     except LinkError as error:
-        log_session("lost", key, request_id, error)
+        if is_new(key, str(error)):
+            log_session("lost", key, request_id, error)
         raise

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +101,25 @@ async def test_a_mistake_in_the_worker_is_told_without_its_inside(caplog: pytest
         assert "tensor" not in str(raised.value)
         assert "tensor 7 of user 8" in caplog.text
         assert len(await decode_plainly(verifier, PROMPT, 3)) == 3
+
+
+async def test_a_session_is_said_to_be_lost_once_for_a_reason(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "specsplit.sessions")
+    reasons = ["away", "away", "hangs", "away", "", "away"]
+
+    class Lost(FakeTarget):
+        async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+            if reason := reasons.pop(0):
+                raise WorkerUnreachable(reason)
+            return await super().verify(turn, proposal)
+
+    async with serving(LOOPBACK, [TargetService(Lost())]) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        while reasons:
+            with suppress(WorkerUnreachable):
+                await verifier.verify(turn, without_tree(turn))
+        said = [message.rpartition(": ")[2] for message in caplog.messages if message.startswith("lost session")]
+    assert said == ["away", "hangs", "away"], "and once again after it went on"
 
 
 async def test_an_answer_that_no_message_can_carry_is_the_workers_failure():

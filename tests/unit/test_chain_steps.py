@@ -62,6 +62,15 @@ async def test_a_step_of_a_chain_takes_no_more_than_its_limit(ends: EndsAt) -> N
         assert list(packets(chain)) == [[40], [40], [20], [1], [1], [1]]
 
 
+@pytest.mark.parametrize("ends", ENDS)
+async def test_ends_on_a_gpu_ask_the_stages_for_no_search(ends: EndsAt) -> None:
+    """With its ends on a GPU an engine asks for the best of each row, which only forwards of this process search."""
+    async with opened(shards(ends)) as chain:
+        expected = await text_after(chain.target, SamplingParams(), 9, 4)
+        chain.runner.device = torch.device("cuda")
+        assert await text_after(chain.target, SamplingParams(), 9, 4) == expected
+
+
 @asynccontextmanager
 async def round_under_way(chain: OpenChain) -> AsyncIterator[asyncio.Task[list[int]]]:
     """Keep a round of another session in the chain for the length of the block; yield the task of its text."""

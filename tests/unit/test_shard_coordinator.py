@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,16 @@ from safetensors.torch import save_file
 from transformers import Gemma3Config
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.errors import InvalidRequest, ModelDamaged, ModelNotFound, OutOfMemory, PeerMismatch
+from specsplit.core.errors import (
+    DeviceUnavailable,
+    InvalidRequest,
+    ModelDamaged,
+    ModelNotFound,
+    OutOfMemory,
+    PeerMismatch,
+)
 from specsplit.core.sections import TargetSettings
+from specsplit.model.backends import rounded_weights
 from specsplit.model.loader import load_model
 from specsplit.stages.chain.stage import identity_of
 from specsplit.stages.loading import load_coordinator
@@ -57,6 +66,26 @@ def test_stages_on_gpus_have_the_dtype_of_a_config_around_the_models(
     save_file({}, tmp_path / "model.safetensors")
     settings = TargetSettings(model=str(tmp_path), stages=("127.0.0.1:1",), device="cuda")
     assert load_coordinator(settings).model.dtype == torch.bfloat16
+
+
+def test_only_who_computes_needs_products_with_rounded_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded_weights, "has_int8_products", lambda: False)
+    common: dict[str, Any] = {"model": str(folder), "dtype": "int8", "context": 64}
+    expected = load_coordinator(TargetSettings(stages=("a:1",), **common)).expected
+    assert (expected.dtype, expected.hidden_dtype) == ("int8", None)
+    computing: list[dict[str, Any]] = [
+        {"stages": ("a:1",), "ends": "coordinator"},
+        {"stages": ("a:1",), "layers": "0:1"},
+        {"local_stages": 2},
+    ]
+    for changes in computing:
+        with pytest.raises(DeviceUnavailable, match="no products with int8 weights"):
+            load_coordinator(TargetSettings(**changes, **common))
+
+
+def test_stages_that_compute_in_an_unknown_dtype_are_refused(folder: Path) -> None:
+    with pytest.raises(PeerMismatch, match="compute in fp8, which"):
+        load_chain_model(str(folder), dtype="int8", is_computing=False).settled("fp8")
 
 
 INDEX = "model.safetensors.index.json"

@@ -64,7 +64,7 @@ def test_wrong_order_gaps_and_overlaps_are_refused(ranges: tuple[str, ...], reas
         ({"num_layers": 8}, "another model"),
         ({"dtype": "bf16"}, "computes in bf16, not in fp32"),
         ({"dtype": "int8", "hidden_dtype": "fp32"}, "computes in int8, not in fp32; give both the same --dtype"),
-        ({"hidden_dtype": "bf16"}, "computes with fp32 weights in bf16, not in fp32 as the coordinator does"),
+        ({"hidden_dtype": "bf16"}, "computes with fp32 weights in bf16, not in fp32 as the rest of the chain"),
         ({"context": 100}, "a context of 100 tokens, but the coordinator needs 160"),
         ({"node_limit": 2}, "room for trees of 2 nodes, but the coordinator needs 128"),
         ({"num_slots": 1}, "1 slots, but the coordinator needs 4"),
@@ -76,6 +76,16 @@ def test_wrong_order_gaps_and_overlaps_are_refused(ranges: tuple[str, ...], reas
 def test_a_stage_that_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(PeerMismatch, match=rf"The stage at host0:1 .*{reason}"):
         WANTED.check_chain(stages("0:6", **changes))
+
+
+def test_stages_choose_one_dtype_where_the_coordinator_computes_nothing() -> None:
+    open_to_any = replace(WANTED, dtype="int8", hidden_dtype=None)
+    for dtype in ("bf16", "fp32"):
+        open_to_any.check_chain(stages("0:2", "2:6", dtype="int8", hidden_dtype=dtype))
+    first, (address, other) = stages("0:2", "2:6", dtype="int8", hidden_dtype="bf16")
+    mixed = [first, (address, replace(other, hidden_dtype="fp32"))]
+    with pytest.raises(PeerMismatch, match="host1:1 computes with int8 weights in fp32, not in bf16 as the rest of"):
+        open_to_any.check_chain(mixed)
 
 
 def test_ends_that_belong_on_stages_are_missed_there() -> None:

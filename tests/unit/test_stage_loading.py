@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from specsplit.core.errors import InvalidRequest, ModelNotFound
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.model.runner import Runner
-from specsplit.stages import local
+from specsplit.stages import loading, local
 from specsplit.stages.loading import load_coordinator, load_stage
 from specsplit.stages.shard import loader
 from specsplit.stages.shard.loader import LoadedShard
@@ -37,6 +38,25 @@ def test_layers_on_a_gpu_are_said_to_be_slow(
     warnings = [record.getMessage() for record in caplog.records if record.name == "specsplit.stages.loading"]
     assert len(warnings) == (2 if device == "cuda" else 0)
     assert all("slow on a GPU" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_rounded_weights_on_a_gpu_are_refused_before_any_load(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no such model, so a load would say that; and check_device knows of no CUDA."""
+    monkeypatch.setattr(loading, "check_device", lambda device: None)
+    common: dict[str, Any] = {"model": "/nowhere", "dtype": dtype, "device": "cuda"}
+    computing: list[dict[str, Any]] = [
+        {"stages": ("a:1",), "ends": "coordinator"},
+        {"stages": ("a:1",), "layers": "0:1"},
+        {"local_stages": 2},
+    ]
+    for changes in computing:
+        with pytest.raises(InvalidRequest, match=f"On a GPU --dtype {dtype} is for whole models"):
+            load_coordinator(TargetSettings(**changes, **common))
+    with pytest.raises(InvalidRequest, match=f"On a GPU --dtype {dtype} is for whole models"):
+        load_stage(StageSettings(layers="0:1", **common))
+    with pytest.raises(ModelNotFound):  # a coordinator that computes nothing
+        load_coordinator(TargetSettings(stages=("a:1",), **common))
 
 
 @pytest.mark.parametrize("layers", ["0:1", "1:2", "2:3"])

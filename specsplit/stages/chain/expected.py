@@ -27,13 +27,16 @@ def expected_chain(model: ChainModel, ends: EndsAt, folder: Path | None = None) 
         spec = ShardSpec(identity.start, identity.end, identity.has_embedding, identity.has_head)
         return rounded_hash(shard_hash_here(folder, model.name, spec), model.weight_format)
 
+    hidden_dtype = dtype_name(model.dtype) if model.dtype is not None else None
+    dtype = model.weight_format or hidden_dtype
+    assert dtype is not None, "only with rounded weights the stages choose the dtype"
     return ExpectedChain(
         model=model.name,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
-        dtype=model.weight_format or dtype_name(model.dtype),
-        hidden_dtype=dtype_name(model.dtype),
+        dtype=dtype,
+        hidden_dtype=hidden_dtype,
         context=model.context,
         node_limit=model.node_limit,
         num_slots=model.max_sessions,

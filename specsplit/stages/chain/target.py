@@ -116,6 +116,7 @@ def chain_target(
     are freed when they were not used for `ttl_s`, and the stages forget what freed slots held.
     """
     loop = asyncio.get_running_loop()
+    assert model.dtype is not None, "the stages have said what they compute in"
     capacity = slot_rows(model.context + model.node_limit)
     shape = ChainShape(model.max_sessions, model.hidden_size, model.vocab_size, model.dtype, capacity)
     runner = ChainRunner(link, loop, shape, ends, options)

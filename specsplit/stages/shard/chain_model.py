@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from specsplit.core.errors import InvalidRequest, ModelDamaged
+from specsplit.core.errors import InvalidRequest, ModelDamaged, PeerMismatch
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.files import load_config, load_tokenizer, tokenizer_files
 from specsplit.model.identity import has_weights, weights_hash
-from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, LoadedModel, as_context, as_dtype
+from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, DTYPES, LoadedModel, as_context, as_dtype
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.rope import has_long_factors, with_factors
 from specsplit.model.runner import Runner
@@ -30,8 +30,8 @@ class ChainModel:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    dtype: torch.dtype
-    """Number format of the hidden states on every link, in which every stage computes."""
+    dtype: torch.dtype | None
+    """Number format of the hidden states on every link, in which every stage computes; None until the stages say so."""
     weight_format: WeightFormat | None
     """The format that stages round their weights to, if any."""
     context: int
@@ -46,6 +46,16 @@ class ChainModel:
     """Hash of config.json and of which factors `longrope` takes, as a LoadedShard has it."""
     has_long_factors: bool
     model_revision: str
+
+    def settled(self, hidden_dtype: str) -> ChainModel:
+        """Return the model with the number format of hidden states that the stages of its chain have.
+
+        Raises:
+            PeerMismatch: it is none that hidden states travel in.
+        """
+        if hidden_dtype not in DTYPES:
+            raise PeerMismatch(f"The stages compute in {hidden_dtype}, which this release does not know.")
+        return replace(self, dtype=DTYPES[hidden_dtype])
 
     def loaded(self, runner: Runner) -> LoadedModel:
         """Return the model as an engine takes it."""
@@ -74,10 +84,12 @@ def load_chain_model(
     context: int | None = None,
     max_sessions: int = 1,
     node_limit: int = DEFAULT_NODE_LIMIT,
+    is_computing: bool = True,
 ) -> ChainModel:
     """Read a model's config and tokenizer, and hash its weight files, if they are here.
 
-    Arguments are those of `loader.load_model`.
+    Arguments are those of `loader.load_model`. Unless `is_computing`, no layer or end is on this machine, and how its
+    processor would compute rounded weights decides nothing.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, InvalidRequest.
@@ -89,8 +101,9 @@ def load_chain_model(
     config, path = load_config(path, name), at_commit(path)
     refuse_by_config(config)
     outline = find_outline(path, name, config)
-    computed, form = as_dtype(dtype, torch.device("cpu"), config), weight_format(dtype)
-    assert isinstance(computed, torch.dtype), "a CPU computes in a dtype that is known"
+    form = weight_format(dtype)
+    computed = as_dtype(dtype, torch.device("cpu"), config) if is_computing or form is None else None
+    assert computed != "auto", "a CPU computes in a dtype that is known"
     tokenizer, eos_ids = load_tokenizer(path, name, config)
     folder, context = model_folder(path), as_context(config, context, DEFAULT_CONTEXT, name)
     has_long = has_long_factors(config, context)

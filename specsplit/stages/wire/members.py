@@ -78,6 +78,7 @@ class ChainMembers:
         self._fill_places(pings, errors)
         found = [(peer.address, pings[peer].identity) for peer in self.stages]
         await asyncio.to_thread(self._expected.check_chain, found)
+        self._expected = self._expected.settled(found[0][1])
         for peer in self.stages:
             peer.admit(pings[peer])
         for spare in self.spares:
