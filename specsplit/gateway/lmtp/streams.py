@@ -82,7 +82,7 @@ async def generate(
                     if chunk.result is not None:
                         return
 
-    with metrics.following(model.name, len(ids)) as followed:
+    with metrics.following(model.name, [len(ids)]) as (followed,):
         async with aclosing(admitted(answer_once, _pause(tell_full))) as chunks:
             async for chunk in chunks:
                 followed.add(chunk)
