@@ -23,15 +23,13 @@ _RULES: dict[str, str] = {
     "missing": "is missing",
 }
 """Words for a kind of error of pydantic; the braces are filled with the context that it gives."""
-_KINDS: tuple[tuple[str, str], ...] = (
+_KINDS: tuple[tuple[str | tuple[str, ...], str], ...] = (
     ("int_", "must be a whole number"),
     ("float_", "must be a number"),
     ("bool_", "must be true or false"),
     ("string_", "must be a text"),
-    ("tuple_", "must be a list"),
-    ("list_", "must be a list"),
-    ("dict_", "must be an object"),
-    ("model_", "must be an object"),
+    (("tuple_", "list_"), "must be a list"),
+    (("dict_", "model_"), "must be an object"),
 )
 """Words for the beginnings of pydantic's remaining kinds of error."""
 

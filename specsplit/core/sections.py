@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -89,17 +90,18 @@ def _layer_range(value: str) -> str:
     return value
 
 
-def _device(value: str) -> str:
-    if re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", value) is None:
-        raise ValueError("must be cpu, cuda, or cuda:N for one of several")
+def _match(pattern: str, rule: str, value: str) -> str:
+    if re.fullmatch(pattern, value) is None:
+        raise ValueError(f"must be {rule}")
     return value
 
 
 _MAX_PORT = 65535
-Device = Annotated[str, AfterValidator(_device)]
+Device = Annotated[str, AfterValidator(partial(_match, r"cpu|cuda(:[0-9]{1,3})?", "cpu, cuda or a GPU as cuda:N"))]
 Layers = Annotated[str, AfterValidator(_layer_range)]
 ModelSource = Annotated[str, Field(min_length=1)]
-ServedName = Annotated[str, Field(pattern=r"^[\w.:/@+-]{1,128}$")]
+_NAME = r"[\w.:/@+-]{1,128}", "letters, digits and any of .:/@+_-, at most 128"
+ServedName = Annotated[str, AfterValidator(partial(_match, *_NAME))]
 Positive = Annotated[int, Field(ge=1)]
 Threads = Annotated[Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(_threads)]
 """None lets the model's own forwards decide."""

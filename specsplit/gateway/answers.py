@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -217,22 +217,22 @@ class Answers:
         if self.is_prompt_only:
             return
         orchestrator = self.model.orchestrator(self.body.speculative.mode)
-        async with AsyncExitStack() as stack:
-            name = self.model.name
-            followed = [
-                stack.enter_context(self.metrics.following(name, len(request.prompt_ids))) for request in self.requests
-            ]
-            chunks = await stack.enter_async_context(aclosing(chunks_of(orchestrator, self.requests)))
-            async for index, chunk in chunks:
-                followed[index].add(chunk)
-                self.num_tokens += len(chunk.token_ids)
-                self.spend(len(chunk.token_ids))
-                if chunk.result is not None:
-                    if not self.requests[index].choice:  # a prompt counts once, as in its usage
-                        self.num_cached_tokens += chunk.result.num_reused_tokens
-                    self.exactness_reason = self.exactness_reason or chunk.result.exactness_reason
-                self.record.add(chunk.facts)
-                yield index, chunk
+        nums_prompt_tokens = [len(request.prompt_ids) for request in self.requests]
+        with self.metrics.following(self.model.name, nums_prompt_tokens) as followed:
+            async with aclosing(chunks_of(orchestrator, self.requests)) as chunks:
+                async for index, chunk in chunks:
+                    followed[index].add(chunk)
+                    self._count(index, chunk)
+                    yield index, chunk
+
+    def _count(self, index: int, chunk: Chunk) -> None:
+        self.num_tokens += len(chunk.token_ids)
+        self.spend(len(chunk.token_ids))
+        if chunk.result is not None:
+            if not self.requests[index].choice:  # a prompt counts once, as in its usage
+                self.num_cached_tokens += chunk.result.num_reused_tokens
+            self.exactness_reason = self.exactness_reason or chunk.result.exactness_reason
+        self.record.add(chunk.facts)
 
     def _entries(self, index: int, chunk: Chunk) -> list[TokenEntry]:
         return self.offsets[index].entries(chunk.token_ids, chunk.logprobs) if chunk.logprobs else []

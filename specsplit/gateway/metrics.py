@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -22,6 +23,8 @@ _ITL_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0
 _ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
+_ABORT = "abort"
+"""The finished reason of answers whose client left; vLLM's word."""
 _PHASES = ("verify", "target_device", "draft_device")
 
 
@@ -145,8 +148,10 @@ class _EndMetrics:
     """The counters of how answers and requests ended."""
 
     def __init__(self, make: _Instruments) -> None:
-        self.success = make.counter("request_success", "Answers that came to their end.", "finished_reason")
-        self.failed = make.counter("request_failed", "Answers that did not: errors, and clients that left.")
+        self.success = make.counter(
+            "request_success", "Answers by their end; abort: the client left.", "finished_reason"
+        )
+        self.failed = make.counter("request_failed", "Answers that ended with an error.")
         self.cut = make.plain_counter("clients_not_reading", "Clients cut off since they did not read their answer.")
 
 
@@ -173,18 +178,20 @@ class Metrics:
         self.ends = _EndMetrics(make)
         over_limit = PREFIX + "requests_over_limit"
         self.over_limit = Counter(over_limit, "Requests refused at a limit of a key.", ("limit",), registry=registry)
-        self.ttft = make.histogram("time_to_first_token_seconds", "From a request to its first token.", _TTFT_S)
+        self.ttft = make.histogram(
+            "time_to_first_token_seconds", "From a request to the first token of its answers.", _TTFT_S
+        )
         self.itl = make.histogram(
             "inter_token_latency_seconds", "Between tokens, a round's time shared evenly.", _ITL_S
         )
-        self.e2e = make.histogram("e2e_request_latency_seconds", "From a request to its last token.", _E2E_S)
+        self.e2e = make.histogram("e2e_request_latency_seconds", "From a request to an answer's last token.", _E2E_S)
         self.speculation = _SpeculationMetrics(make)
         self.rounds = _RoundMetrics(make)
         for model in models:
             for children in make.of_models:
                 children.show(model)
             self.rounds.show(model)
-            for reason in get_args(FinishReason):
+            for reason in (*get_args(FinishReason), _ABORT):
                 self.ends.success.show((model, reason))
 
     def page(self) -> bytes:
@@ -192,26 +199,36 @@ class Metrics:
         return self._page()
 
     @contextmanager
-    def following(self, model: str, num_prompt_tokens: int) -> Generator[AnswerMetrics]:
-        """Count one answer, for the length of the block."""
-        answer = AnswerMetrics(self, model, num_prompt_tokens)
-        self.waiting[model].inc()
+    def following(self, model: str, nums_prompt_tokens: Sequence[int]) -> Generator[list[AnswerMetrics]]:
+        """Count the answers to one request, for the length of the block.
+
+        A client that leaves is no failure, but a finished reason, as in vLLM.
+        """
+        answers = list[AnswerMetrics]()
+        answers += [AnswerMetrics(self, model, count, answers) for count in nums_prompt_tokens]
+        self.waiting[model].inc(len(answers))
+        unfinished = self.ends.failed[model]
         try:
-            yield answer
+            yield answers
+        except (asyncio.CancelledError, GeneratorExit):
+            unfinished = self.ends.success[model, _ABORT]
+            raise
         finally:
-            (self.running if answer.num_tokens else self.waiting)[model].dec()
-            answer.set_fallback(is_active=False)
-            if not answer.is_finished:
-                self.ends.failed[model].inc()
+            for answer in answers:
+                (self.running if answer.num_tokens else self.waiting)[model].dec()
+                answer.set_fallback(is_active=False)
+            if left := [answer.num_tokens for answer in answers if not answer.is_finished]:
+                # A request that was refused counts once, and not for each answer that it asked for.
+                unfinished.inc(max(1, sum(map(bool, left))))
 
 
 class AnswerMetrics:
-    """One answer, from its request to its end."""
+    """One answer, from its request to its end; `siblings` are all answers to the request."""
 
-    def __init__(self, metrics: Metrics, model: str, num_prompt_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, model: str, num_prompt_tokens: int, siblings: Sequence[AnswerMetrics]) -> None:
         self.num_tokens, self._num_prompt_tokens = 0, num_prompt_tokens
         self.is_finished = self._is_degraded = False
-        self._metrics, self._model = metrics, model
+        self._metrics, self._model, self._siblings = metrics, model, siblings
         self._began_s = self._last_s = time.perf_counter()
 
     def add(self, chunk: Chunk) -> None:
@@ -223,7 +240,9 @@ class AnswerMetrics:
             metrics.prompt_tokens[model].inc(self._num_prompt_tokens)
             metrics.waiting[model].dec()
             metrics.running[model].inc()
-            metrics.ttft[model].observe(now_s - self._began_s)
+            # Later answers to a request wait for its first ones, which says nothing about the server.
+            if not any(answer.num_tokens for answer in self._siblings):
+                metrics.ttft[model].observe(now_s - self._began_s)
         else:
             itl, itl_s = metrics.itl[model], (now_s - self._last_s) / max(count, 1)
             for _ in range(count):

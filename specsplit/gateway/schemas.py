@@ -12,6 +12,7 @@ from specsplit.core.defaults import Mode
 from specsplit.core.ports import ChatMessage, TemplateValue, Variables
 from specsplit.core.types import SamplingParams
 from specsplit.gateway.errors import ApiError
+from specsplit.gateway.other_servers import our_field
 from specsplit.limits import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -122,8 +123,9 @@ TemplateVariables = Annotated[
 ]
 
 
-def _not_supported(name: str) -> ApiError:
-    return ApiError(400, f"{name} is not supported by this server.", param=name, code="unsupported")
+def _not_supported(name: str, ours: str | None = None) -> ApiError:
+    said = f"{name} is not supported by this server{f'; here it is {ours}' if ours else ''}."
+    return ApiError(400, said, param=name, code="unsupported")
 
 
 def _describe_others(schema: dict[str, Any], body: type[Body]) -> None:
@@ -156,7 +158,7 @@ class Body(BaseModel):
         """
         for name, harmless in cls.unsupported.items():
             if name in value and value.pop(name) not in harmless:
-                raise _not_supported(name)
+                raise _not_supported(name, our_field(name, cls.model_fields))
 
     @model_validator(mode="before")
     @classmethod
@@ -233,18 +235,23 @@ class Generation(Body):
 
 
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
+    **dict.fromkeys(("store", "return_token_ids", "use_beam_search"), (False,)),
     "service_tier": ("auto", "default"),
     # vLLM's, which its clients send with these values, too.
     "min_tokens": (0,),
     "length_penalty": (1,),
     "truncate_prompt_tokens": (),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("detokenize", "include_reasoning", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), ()),
-    "cache_prompt": (True,),  # llama.cpp's
+    # llama.cpp's. Its `samplers: []` does ask for something: to leave out temperature, top_p and so on.
+    "cache_prompt": (True,),
+    "id_slot": (-1,),
+    "mirostat": (0,),
+    **dict.fromkeys(("repeat_penalty", "typical_p"), (1,)),
 }
 """Fields of others for both endpoints."""
 
@@ -264,6 +271,13 @@ class CompletionBody(Generation):
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @classmethod
+    def refuse_unsupported(cls, value: dict[str, Any]) -> None:
+        """Do so, but take `best_of` if it asks for as many candidates as answers."""
+        if "best_of" in value and value["best_of"] == value.get("n"):
+            del value["best_of"]
+        super().refuse_unsupported(value)
 
     @model_validator(mode="after")
     def _check_choices(self) -> CompletionBody:
@@ -303,10 +317,8 @@ class ChatBody(Generation):
     """The body of /v1/chat/completions."""
 
     unsupported = {
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "functions": ([],),
-        "function_call": ("none",),
+        **dict.fromkeys(("tools", "functions"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none",)),
         "parallel_tool_calls": (True, False),  # nothing without tools
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
@@ -314,8 +326,7 @@ class ChatBody(Generation):
         "prompt_cache_retention": ("in_memory", "in-memory"),  # both are written
         "prompt_cache_options": (),
         "add_special_tokens": (False,),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
+        **dict.fromkeys(("continue_final_message", "echo"), (False,)),
         **dict.fromkeys(("chat_template", "documents"), ()),
         **_NOT_BUILT,
     }

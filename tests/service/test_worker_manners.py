@@ -130,8 +130,9 @@ def test_the_path_of_a_model_is_for_nobody_else(tmp_path: Path) -> None:
     assert load_worker("draft", DraftSettings.model_validate(settings)).identity.model == "target"
     named = DraftSettings.model_validate(settings | {"served_name": "our/model-1"})
     assert load_worker("draft", named).identity.model == "our/model-1"
-    with pytest.raises(InvalidSettings):
-        load_settings({"served_name": "\x1b[2J"}, purpose="target")
+    for wrong in ("\x1b[2J", "my model", "", "a" * 129, "a\n"):
+        with pytest.raises(InvalidSettings, match=r"must be letters, digits and any of .*, at most 128, not"):
+            load_settings({"served_name": wrong}, purpose="target")
 
 
 def test_a_draft_goes_as_far_as_its_target_if_it_was_made_for_that() -> None:

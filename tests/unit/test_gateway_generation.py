@@ -23,6 +23,7 @@ from tests.support.virtual_time import run_virtual
 
 REQUEST = Request(prompt_ids=tuple(b"ab"), max_new_tokens=12, seed=5, ignore_eos=True)
 CHOICES = [replace(REQUEST, choice=choice) for choice in range(5)]
+PROMPTS = [replace(REQUEST, prompt_ids=(number, number + 1)) for number in range(5)]
 
 
 class WatchedTarget(FakeTarget):
@@ -38,7 +39,9 @@ class WatchedTarget(FakeTarget):
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         if turn.opening is not None:
             self.openings.append(turn.opening)
-            if len(self.openings) in self.full_at:
+            number = len(self.openings)
+            await asyncio.sleep(0)  # as over a socket, where siblings ask before the first of them is refused
+            if number in self.full_at:
                 raise Overloaded("full", self.retry_after_s)
         verdict = await super().verify(turn, proposal)
         self.most_open = max(self.most_open, len(self.slots))
@@ -79,14 +82,66 @@ async def test_leaving_early_closes_every_session(requests: list[Request]) -> No
     assert not target.slots
 
 
-async def test_the_first_error_ends_all_and_a_full_target_is_left_alone() -> None:
+async def test_a_full_target_refuses_a_request_that_has_not_begun() -> None:
+    for requests in (CHOICES, PROMPTS):
+        target = WatchedTarget().watch()
+        target.full_at = range(1, 100)
+        with pytest.raises(Overloaded) as caught:
+            await texts(orchestrator(target), requests)
+        assert caught.value.retry_after_s == 7.0
+        assert len(target.openings) <= len(requests), "it is left alone"
+        assert not target.slots
+
+
+@pytest.mark.parametrize(("requests", "full_at"), [(CHOICES, range(2, 9)), (PROMPTS, range(1, 5))])
+def test_answers_wait_for_a_full_target_if_a_sibling_need_not(requests: list[Request], full_at: range) -> None:
     target = WatchedTarget().watch()
-    target.full_at = range(4, 100)
-    with pytest.raises(Overloaded) as caught:
-        await texts(orchestrator(target), CHOICES)
-    assert caught.value.retry_after_s == 7.0
-    assert len(target.openings) <= len(CHOICES)
-    assert not target.slots
+    target.full_at = full_at
+
+    async def main() -> tuple[list[str], list[str]]:
+        return await texts(orchestrator(FakeTarget()), requests), await texts(orchestrator(target), requests)
+
+    expected, found = run_virtual(main)
+    assert found == expected
+    assert len(target.openings) == len(requests) + len(full_at)
+
+
+@pytest.mark.parametrize("requests", [CHOICES, PROMPTS], ids=["choices", "prompts"])
+def test_a_request_may_have_more_answers_than_the_target_has_places(requests: list[Request]) -> None:
+    class SmallTarget(WatchedTarget):
+        """Has one slot and no queue."""
+
+        num_refused = 0
+
+        async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+            if turn.session not in self.slots and self.slots:
+                self.num_refused += 1
+                raise Overloaded("full", 1000.0)
+            return await super().verify(turn, proposal)
+
+    target = SmallTarget()
+    target.watch()
+
+    async def main() -> list[str]:
+        return await texts(orchestrator(target), requests)
+
+    assert all(run_virtual(main))
+    assert len(target.openings) == len(requests)
+    assert target.num_refused < len(requests) ** 2, "the end of one wakes one"
+
+
+def test_a_refused_answer_ends_at_the_deadline_of_its_request() -> None:
+    target = WatchedTarget().watch()
+    target.full_at, target.retry_after_s = range(2, 100), 30.0
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with pytest.raises(DeadlineExceeded, match="within its 50 s"):
+            await texts(orchestrator(target), [replace(each, timeout_s=50.0, began_s=began_s) for each in CHOICES[:2]])
+        return loop.time() - began_s
+
+    assert run_virtual(main) == pytest.approx(50.0)
 
 
 async def test_a_text_that_was_begun_waits_for_a_full_target() -> None:

@@ -56,7 +56,7 @@ def test_a_text_part_may_have_more_than_its_text() -> None:
             validated(ChatBody, {"messages": [{"role": "user", "content": [part]}]})
 
 
-@pytest.mark.parametrize("name", ["cache_salt", "vllm_xargs", "include_reasoning", "guided_decoding_backend", "other"])
+@pytest.mark.parametrize("name", ["cache_salt", "vllm_xargs", "guided_decoding_backend", "samplers", "other"])
 def test_a_null_of_any_name_asks_for_nothing(name: str) -> None:
     asked: list[tuple[type[Body], dict[str, Any]]] = [
         (ChatBody, {"messages": MESSAGES}),
@@ -70,6 +70,18 @@ def test_a_null_of_any_name_asks_for_nothing(name: str) -> None:
             validated(schema, {**fields, name: 1})
 
 
+def test_as_many_candidates_as_answers_ask_for_nothing() -> None:
+    assert validated(CompletionBody, {"prompt": "x", "n": 3, "best_of": 3}).n == 3
+    for n, best_of in ((3, 4), (None, 2)):
+        with pytest.raises(ApiError, match=r"^best_of is not supported"):
+            validated(CompletionBody, {"prompt": "x", "n": n, "best_of": best_of})
+
+
+def test_a_penalty_in_the_words_of_llama_cpp_is_refused_with_ours() -> None:
+    with pytest.raises(ApiError, match=r"^repeat_penalty is not supported .* repetition_penalty"):
+        validated(ChatBody, chat(repeat_penalty=1.1))
+
+
 def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], **fields}
 
@@ -78,6 +90,9 @@ BODIES: list[tuple[type[Body], dict[str, Any], bool]] = [
     (CompletionBody, {"prompt": "x", "logit_bias": {"5": 1}, "stop": "a"}, True),
     (CompletionBody, {"prompt": [1, 2], "logit_bias": None, "stop": None, "speculative": None}, True),
     (CompletionBody, {"prompt": ["x", [1, 2]], "stop": ["a", "b"], "best_of": 1, "suffix": ""}, True),
+    (CompletionBody, {"prompt": "x", "detokenize": True, "add_generation_prompt": True, "id_slot": -1}, True),
+    (CompletionBody, {"prompt": "x", "repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0, "cache_prompt": True}, True),
+    (ChatBody, chat(echo=False, return_token_ids=False, include_reasoning=True, repeat_penalty=1.0), True),
     (ChatBody, chat(tools=[], store=False, response_format={"type": "text"}, chat_template_kwargs=None), True),
     (ChatBody, chat([{"type": "text", "text": "a", "cache_control": {}}], cache_salt=None), True),
     (ChatBody, chat(chat_template_kwargs={"a": 1, "b": None}, stream=True, stream_options={}), True),
@@ -89,6 +104,10 @@ BODIES: list[tuple[type[Body], dict[str, Any], bool]] = [
     (CompletionBody, {"prompt": "x", "stop": ["a"] * 99}, False),
     (CompletionBody, {"prompt": "x", "stop": ""}, False),
     (CompletionBody, {"prompt": "x", "best_of": 2}, False),
+    (CompletionBody, {"prompt": "x", "samplers": []}, False),
+    (CompletionBody, {"prompt": "x", "cache_prompt": False}, False),
+    (ChatBody, chat(echo=True), False),
+    (ChatBody, chat(include_reasoning=False), False),
     (ChatBody, chat(tools=[{"type": "function"}]), False),
     (ChatBody, chat(tempreature=1), False),
     (ChatBody, chat([{"type": "image_url"}]), False),

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TypeVar
 
 from specsplit.core.errors import InvalidRequest, Overloaded
 from specsplit.core.types import FinishReason, SamplingParams, Scores, TokenLogProb
+from specsplit.gateway.generation import admitted
 from specsplit.gateway.lmtp import messages
 from specsplit.gateway.lmtp.messages import Generate, Item, Score
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ServedModel
 from specsplit.gateway.quotas import Answering
-from specsplit.limits import MAX_REFUSED_S, SMALL_BYTES
+from specsplit.limits import SMALL_BYTES
 from specsplit.orchestrator.context_limit import context_exceeded
 from specsplit.orchestrator.request import Chunk, Request
 from specsplit.orchestrator.text import ByteDetokenizer, Detokenizer, detokenizer_of
 
-T = TypeVar("T")
 TellFull = Callable[[], None]
 """Called if the worker's queue is full, and the stream has to come again."""
 _SCORES_PER_FRAME = 1000
@@ -40,29 +39,14 @@ class _Texts:
         return text + self._detokenizer.flush() if is_last else text
 
 
-async def _admitted(begin: Callable[[], AsyncGenerator[T]], tell_full: TellFull) -> AsyncGenerator[T]:
-    """Yield what `begin()` yields; while the worker's queue is full, begin again at the time that it names.
+def _pause(tell_full: TellFull) -> Callable[[Overloaded], Awaitable[None]]:
+    """Return what waits as long as a full worker says: the real client knows no way to ask again."""
 
-    The real client knows no way to ask again, so nobody is sent away before MAX_REFUSED_S. A worker refuses before the
-    first item only.
+    async def pause(error: Overloaded) -> None:
+        tell_full()
+        await asyncio.sleep(error.retry_after_s)
 
-    Raises:
-        Overloaded: the queue was full for all that time.
-    """
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + MAX_REFUSED_S
-    while True:
-        try:
-            async with aclosing(begin()) as items:
-                async for item in items:
-                    yield item
-        except Overloaded as error:
-            if loop.time() + error.retry_after_s > end_s:
-                raise
-            tell_full()
-            await asyncio.sleep(error.retry_after_s)
-        else:
-            return
+    return pause
 
 
 async def generate(
@@ -98,8 +82,8 @@ async def generate(
                     if chunk.result is not None:
                         return
 
-    with metrics.following(model.name, len(ids)) as followed:
-        async with aclosing(_admitted(answer_once, tell_full)) as chunks:
+    with metrics.following(model.name, [len(ids)]) as (followed,):
+        async with aclosing(admitted(answer_once, _pause(tell_full))) as chunks:
             async for chunk in chunks:
                 followed.add(chunk)
                 if items := answer.items(chunk):
@@ -172,7 +156,7 @@ async def score(
             yield await orchestrator.score(prompt, scored, biases)
 
     if scored:
-        async with aclosing(_admitted(ask, tell_full)) as found:
+        async with aclosing(admitted(ask, _pause(tell_full))) as found:
             values += [token async for scores in found for token in scores.tokens]
     last = len(values) - 1
     items: list[Item] = []
