@@ -103,7 +103,10 @@ class Client:
         return self._stream(self._connected, prompt, request_settings(self._settings.orchestrator, options, prompt))
 
     async def score(self, prompt: Sequence[int], scored: Sequence[int], *, top_logprobs: int = 0) -> Scores:
-        """Return the log-probability of each token of `scored` behind `prompt`, at temperature 1, within `timeout`."""
+        """Return the log-probability of each token of `scored` behind `prompt`, at temperature 1, within `timeout`.
+
+        The prompt is computed once for several scores in a row, and not at all behind a request that began with it.
+        """
         settings = self._settings.orchestrator
         orchestrator = self._connected.orchestrator(settings)
         return await orchestrator.score(prompt, scored, top_logprobs=top_logprobs, timeout_s=settings.timeout)

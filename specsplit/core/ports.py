@@ -104,8 +104,8 @@ class Verifier(Protocol):
         """Return the log-probability of each token of `scored` after `prompt` and those before it, at temperature 1.
 
         Each is an entry of log_softmax(logits + bias), and finite; biases of tokens outside the vocabulary are ignored.
-        With `top_logprobs` the likeliest so many tokens at each position are answered, too. The next session of the
-        caller `keep_for` may begin with the rows; None keeps none.
+        With `top_logprobs` the likeliest so many tokens at each position are answered, too. Rows of the prompt may be
+        those of the caller `keep_for`, whose next session or score may begin with these; None uses and keeps none.
 
         Raises:
             InvalidRequest: nothing to score, no prompt, an unknown token, or more than MAX_TOP_LOGPROBS likeliest ones.

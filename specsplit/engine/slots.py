@@ -64,7 +64,7 @@ class Loan:
     """When the work came, on its event loop's clock."""
     slot: int | None = None
     salt: str | None = None
-    """Whose sessions may begin with the rows when the work has ended well; None keeps none."""
+    """Whose rows it may begin with, and who may begin with its own once it has ended well; None for nobody."""
 
 
 class Slots:
@@ -83,7 +83,7 @@ class Slots:
     ) -> None:
         self.prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
         self.num_reused = 0
-        """Tokens so far whose rows a session found when it began."""
+        """Tokens so far whose rows a session or a score found when it began."""
         self._cache, self.num_slots = model.runner.cache, model.max_sessions
         self._idle, self._on_release, self._on_free = idle, on_release, on_free
         self.borrowed_slots = Reclaim(tuple, lambda: None)
@@ -108,27 +108,26 @@ class Slots:
         return self.rows.reserved_by(list(self._warm))
 
     def begin(
-        self, tail: Sequence[int], salt: str, sessions: Collection[Holder], num_rows: int
+        self, tail: Sequence[int], salt: str, sessions: Collection[Holder], num_rows: int, loan: Loan | None = None
     ) -> tuple[Slot, Match | None]:
-        """Return a slot of `num_rows` for a session over `tail`, and which rows are there: its own, or copied ones.
+        """Return a slot of `num_rows` for a session or loan over `tail`, and its rows: its own, or copied ones.
 
         Raises:
             NoFreeSlot: every slot is in use, or too many rows are.
         """
         # Whoever waits tries again and again: the tail is hashed only if there is room.
-        self._find_room(self.rows.rows_for(num_rows), None, None)
+        self._find_room(self.rows.rows_for(num_rows), None, loan)
         match = self._match(tail, salt, sessions)
-        if match is not None and self._try_take_over(match, num_rows):
+        if match is not None and self._try_take_over(match, num_rows, loan):
             self._cache.clear_rows(match.holder.slot.index, match.length)
             self.num_reused += match.length
             return match.holder.slot, match
         warm = self._warm.get(match.holder.slot.index) if match is not None else None
         # Rows are copied from it after the slot is there, so it is the last to be given up.
-        slot = self.take(num_rows, but=warm)
+        slot = self.take(num_rows, but=warm, loan=loan)
         # To make room for its rows, the one with the match may have been given up.
-        if match is not None and match.holder not in (*self._warm.values(), *sessions):
-            match = None
-        return slot, self._copied(match, slot)
+        is_there = match is not None and match.holder in (*self._warm.values(), *sessions)
+        return slot, self._copied(match if is_there else None, slot)
 
     def fill(self, slot: Slot, tail: Sequence[int], salt: str, sessions: Iterable[Holder]) -> Match | None:
         """Copy rows of a session over `tail` into its slot, which has none; return which, None without any."""
@@ -163,8 +162,10 @@ class Slots:
             self.rows.trim(session.slot.index, len(session.ids))
         self._tell_free()
 
-    def release(self, slot: Slot) -> None:
-        """Forget the rows of a slot, which is free from now on."""
+    def release(self, slot: Slot, lender: Holder | None = None) -> None:
+        """Forget the rows of a slot, which is free from now on; the lender of some, if warm, goes after all others."""
+        if lender is not None and self._warm.get(lender.slot.index) is lender:
+            self._warm[lender.slot.index] = self._warm.pop(lender.slot.index)
         self._forget(slot)
         self._tell_free()
 
@@ -199,13 +200,13 @@ class Slots:
         is_lent = is_free or first is None or not _has_few_more(match, first)
         return match.is_whole or not (has_room and is_lent and self._cache.can_copy)
 
-    def _try_take_over(self, match: Match, num_rows: int) -> bool:
-        """Make the warm slot of a match that of a session which needs `num_rows`; return False if it stays warm."""
+    def _try_take_over(self, match: Match, num_rows: int, loan: Loan | None) -> bool:
+        """Give the warm slot of a match to whoever needs `num_rows`; return False if it stays warm."""
         index = match.holder.slot.index
         warm = self._warm.pop(index, None) if self._may_take_over(match, num_rows) else None
         if warm is not None:
             with suppress(NoFreeSlot):  # it may keep more rows than the session needs
-                self._make_room(self.rows.lacking(index, num_rows), own=index)
+                self._make_room(self.rows.lacking(index, num_rows), own=index, loan=loan)
                 self.rows.reserve(index, num_rows)
                 return True
             self._warm[index] = warm
@@ -268,21 +269,31 @@ class Slots:
 
 
 @contextmanager
-def borrowed_slot(slots: Slots, loan: Loan, ids: Sequence[int] = ()) -> Generator[Slot]:
-    """Give an empty slot for the length of the block; then it is warm, with rows of `ids`, if the loan has a salt.
+def borrowed_slot(
+    slots: Slots, loan: Loan, prompt: Sequence[int] = (), ids: Sequence[int] = (), sessions: Collection[Holder] = ()
+) -> Generator[Slot]:
+    """Give a slot for the length of the block: empty, or with first rows of `prompt` if the loan has a salt.
+
+    With a salt it is warm afterwards, with rows of `ids`, which begin with the prompt.
 
     Raises:
         NoFreeSlot: every slot is in use, or too many rows are.
     """
-    slot = slots.take(loan.num_rows, loan=loan)
-    loan.slot = slot.index
+    if loan.salt is None:
+        slot, match = slots.take(loan.num_rows, loan=loan), None
+    else:
+        slot, match = slots.begin(prompt, loan.salt, sessions, loan.num_rows, loan)
+    loan.slot, slot.length = slot.index, match.length if match is not None else 0
+    # If another slot holds all of the prompt, the copy is not kept: scores of one prompt would fill all slots with it.
+    is_copy = match is not None and match.holder.slot is not slot
+    lender = match.holder if match is not None and is_copy and match.length == len(prompt) - 1 else None
     try:
         yield slot
     except BaseException:
         slots.release(slot)  # not all rows are there, or not all of them are numbers
         raise
-    if loan.salt is None or len(ids) < LEAST_REUSED:
-        slots.release(slot)
+    if lender is not None or loan.salt is None or len(ids) < LEAST_REUSED:
+        slots.release(slot, lender)
     else:
         slots.keep(WarmSlot(slot, loan.salt, ids, prefix_hashes(ids)))
 

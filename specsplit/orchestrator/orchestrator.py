@@ -65,13 +65,12 @@ class Orchestrator:
         self.clock = clock if clock is not None else MonotonicClock()
         # Made here by default: one made with the module would give every forked process the same jitter.
         self.retry_policy = retry_policy or RetryPolicy()
-        self._target, self._draft = target_peer(verifier), None
+        self._target, self._draft, self._closings = target_peer(verifier), None, Closings()
         if drafter is not None and speculation.mode not in DRAFTLESS:
             self._draft = draft_peer(drafter, self._target, self.retry_policy.rng)
         self._modes = speculation.auto_modes if self._draft is not None else draftless(speculation.auto_modes)
         self._met: deque[Identity] = deque(maxlen=_MAX_MET)
         """The targets that these settings were checked against: replicas, or one after the other."""
-        self._closings = Closings()
 
     def with_retry_policy(self, retry_policy: RetryPolicy) -> Orchestrator:
         """Return an orchestrator of the same workers with other times; the two share all they know and close."""
@@ -215,20 +214,21 @@ class Orchestrator:
         top_logprobs: int = 0,
         *,
         timeout_s: float | None = None,
+        caller: str = "",
     ) -> Scores:
-        """Return what the target's `score` answers; it is asked again, and fails, as in `stream`."""
-        return await self._score(self._retrier(timeout_s, RequestEvents()), prompt, scored, logit_bias, top_logprobs)
+        """Return what the target's `score` answers for `caller`; it is asked again, and fails, as in `stream`."""
+        return await self._score(timeout_s, None, prompt, scored, logit_bias, top_logprobs, caller)
 
     async def score_prompt(self, request: Request, *, keeps_rows: bool) -> Scores:
         """Score a request's prompt behind its first token; if it `keeps_rows`, the request itself begins with them."""
         ids, bias = request.prompt_ids, request.sampling.logit_bias
         asked = ids[:1], ids[1:], bias, request.logprobs or 0, request.caller if keeps_rows else None
-        return await self._score(self._retrier(request.timeout_s, RequestEvents(), request.began_s), *asked)
+        return await self._score(request.timeout_s, request.began_s, *asked)
 
-    async def _score(self, retrier: Retrier, *asked: object) -> Scores:
+    async def _score(self, timeout_s: float | None, began_s: float | None, *asked: object) -> Scores:
         # One session for all attempts, which knows the replicas that have refused or failed already.
         with self._target.session_verifier() as verifier:
-            return await retrier.ask(verifier.score, *asked)
+            return await self._retrier(timeout_s, RequestEvents(), began_s).ask(verifier.score, *asked)
 
     def use_stats(self, stats: SpeculationStats, *, is_greedy: bool) -> None:
         """Learn into `stats` from now on, for a study that watches what is learned."""

@@ -1,4 +1,9 @@
-"""Log-probabilities of given tokens, computed in a slot of no session, which is warm or free afterwards."""
+"""Log-probabilities of given tokens, computed in a slot of no session, which is warm or free afterwards.
+
+    prompt, but its last token | scored positions       rows that are warm or a session's are found in the first part
+
+A score of all of a text has no first part: each row's logits are wanted.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +74,8 @@ def score(
     token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
     values: list[TokenLogProb] = []
     bias = bias_row(params.sampling, model.vocab_size, model.runner.device)
-    with borrowed_slot(sessions.slots, loan, token_ids) as slot:
-        start = 0
+    with borrowed_slot(sessions.slots, loan, prompt, token_ids, sessions.open_sessions) as slot:
+        start = slot.length
         while start < len(token_ids):
             chunk = token_ids[start : start + MAX_STEP_ROWS]
             # Row i of a chunk predicts token start + i + 1: the row of the prompt's last token is the first scored.

@@ -76,7 +76,7 @@ async def test_no_method_lets_another_use_or_end_a_session_of_a_target(tmp_path:
         await alice.aclose()
 
 
-async def test_rows_of_a_score_are_for_sessions_of_the_same_identity(tmp_path: Path) -> None:
+async def test_rows_of_a_score_are_for_the_same_identity(tmp_path: Path) -> None:
     authority, prompt = Authority(tmp_path), random_prompt(50)
     security = authority.role("target").security("target")
     async with Served() as target, serving(LOOPBACK, [TargetService(target)], security=security) as server:
@@ -91,6 +91,8 @@ async def test_rows_of_a_score_are_for_sessions_of_the_same_identity(tmp_path: P
             num_reused.append((await client.verify(turn, Proposal(1, 49))).num_reused)
             await client.close(turn.session)
         assert num_reused == [0, 0, 49]
+        scores = [await client.score([9, *prompt], [1], keep_for="") for client in (alice, bob, alice)]
+        assert [found.timings.num_tokens for found in scores] == [51, 51, 1]
         await alice.aclose()
         await bob.aclose()
 

@@ -204,7 +204,7 @@ class LmtpSession:
             metrics = self._server.metrics
             return streams.generate(model, asked, self._caller, metrics, tell_full, answering)
         assert isinstance(asked, Score), "the other kind of stream"
-        return streams.score(model, asked, tell_full, answering)
+        return streams.score(model, asked, self._caller, tell_full, answering)
 
     def _note(self, stream_id: int, progress: Progress) -> None:
         # A worker may report once more after the stream's end.

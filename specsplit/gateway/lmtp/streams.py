@@ -126,7 +126,7 @@ class _AnswerItems:
 
 
 async def score(
-    model: ServedModel, asked: Score, tell_full: TellFull, answering: Answering
+    model: ServedModel, asked: Score, caller: str, tell_full: TellFull, answering: Answering
 ) -> AsyncGenerator[list[Item]]:
     """Yield the items of the scored tokens.
 
@@ -153,7 +153,7 @@ async def score(
 
     async def ask() -> AsyncGenerator[Scores]:
         with answering(len(prompt) + len(scored)):
-            yield await orchestrator.score(prompt, scored, biases)
+            yield await orchestrator.score(prompt, scored, biases, caller=caller)
 
     if scored:
         async with aclosing(admitted(ask, _pause(tell_full))) as found:

@@ -343,7 +343,9 @@ class ScoreRequest(_message.Message):
     top_logprobs: _builtins.int
     """How many of the likeliest tokens at each position are answered, too."""
     keep_for: _builtins.str
-    """The rows stay warm for the next session of this caller (as in SessionParams); absent, they are forgotten."""
+    """Whose score it is (as the caller in SessionParams): it may begin with rows of this caller's, and its own stay warm
+    for the caller's next sessions and scores. Absent, it forwards all of its tokens, and its rows are forgotten.
+    """
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

@@ -64,8 +64,9 @@ class ChainTarget(CoordinatorTarget):
     ) -> Generator[SequenceInput, Tensor, tuple[TokenLogProb, ...]]:
         token_ids = [*prompt, *scored[:-1]]  # the last token's own logits are not needed
         values: list[TokenLogProb] = []
-        with borrowed_slot(self._sessions.slots, loan, token_ids) as slot:
-            start = 0
+        sessions = self._sessions
+        with borrowed_slot(sessions.slots, loan, prompt, token_ids, sessions.open_sessions) as slot:
+            start = slot.length
             while start < len(token_ids):
                 chunk = token_ids[start : start + MAX_STEP_ROWS]
                 num_scored = max(0, min(len(chunk), start + len(chunk) - len(prompt) + 1))
