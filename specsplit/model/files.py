@@ -290,4 +290,4 @@ def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
     listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token_id, int) for token_id in listed):
         raise ModelDamaged(f"The generation_config.json of {name} has an eos_token_id that is no token id ({ids}).")
-    return tuple(listed)
+    return tuple(token_id for token_id in listed if token_id >= 0)  # some configs say -1 for none
