@@ -32,7 +32,7 @@ from specsplit.core.types import TokenizerFiles
 from specsplit.model.identity import files_hash, read_tokenizer_files, stored_dtypes
 from specsplit.model.memory import is_exhausted
 from specsplit.model.meta_init import WithoutMemory
-from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
+from specsplit.model.source import NO_HUB_ID, UNREACHABLE, has_adapter, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.transformers_models import PreTrainedModel, auto_class, drop_towers
 
@@ -89,6 +89,7 @@ def load_weights(
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported in `info`, and refused below by name
+                adapter_kwargs={"subfolder": "none"},  # else an adapter there counted if peft is installed
                 **revision,
             )
             model, info = loaded
@@ -96,6 +97,8 @@ def load_weights(
             model = model.eval().requires_grad_(False).to(device)
     finally:
         transformers_logging.set_verbosity(verbosity)
+    if has_adapter(model_folder(path)):
+        _log.warning("%s holds a LoRA adapter beside the model, which is served without it", name)
     # A quantiser of transformers, which sets this also if it dequantises, knows what else lies beside the weights.
     is_quantised = hasattr(model, "is_quantized")
     if not is_quantised:
@@ -169,7 +172,10 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _SCALED = ("F8", "F6", "F4")
 """How the types begin whose numbers are only stored with scales, whatever the tensor is called."""
 _GATED = "{name} is gated: accept its terms on the hub and log in (hf auth login), or pass a local folder."
-_INCOMPLETE = "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights."
+_INCOMPLETE = (
+    "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights, which a LoRA "
+    "adapter has only once it is merged into its base model."
+)
 _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.GatedRepoError, _GATED),
     (hub_errors.RevisionNotFoundError, "There is no {name} on the hub: the model is there, but has no such revision."),

@@ -102,6 +102,19 @@ def test_quantised_numbers_without_their_scales_are_refused(
     refused(source, rf"quantised already, .* \({Q_PROJ}.weight is stored as {stored}\)")
 
 
+def test_an_adapter_beside_a_model_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With peft installed transformers would apply it, and serve another text than without."""
+    for module in ("transformers.models.auto.auto_factory", "transformers.integrations.peft"):
+        monkeypatch.setattr(f"{module}.is_peft_available", lambda: True)
+    source = saved(tmp_path, "llama", lambda tensors: None)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
+    load_model(source, role="target", threads=1, record=False)
+    warnings = [record.message for record in caplog.records if "adapter" in record.message]
+    assert warnings == [f"{source} holds a LoRA adapter beside the model, which is served without it"]
+
+
 def test_a_head_stored_beside_a_tied_embedding_is_fine(tmp_path: Path) -> None:
     def add_head(tensors: Tensors) -> None:
         assert "lm_head.weight" not in tensors
