@@ -32,6 +32,7 @@ from specsplit.core.types import TokenizerFiles
 from specsplit.model.identity import files_hash, read_tokenizer_files, stored_dtypes
 from specsplit.model.memory import is_exhausted
 from specsplit.model.meta_init import WithoutMemory
+from specsplit.model.quantised import prepare_dequantising
 from specsplit.model.source import NO_HUB_ID, UNREACHABLE, has_adapter, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.transformers_models import PreTrainedModel, auto_class, drop_towers
@@ -72,8 +73,9 @@ def load_weights(
     """Return the model in evaluation mode on `device`; `load` stands in for transformers' own.
 
     Raises:
-        ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory.
+        ModelNotFound, ModelDamaged, ModelUnsupported, MissingExtra, OutOfMemory.
     """
+    is_quantised = prepare_dequantising(config, name)
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -94,19 +96,25 @@ def load_weights(
             )
             model, info = loaded
             drop_towers(model)
+            if is_quantised and isinstance(dtype, torch.dtype):
+                _unify(model, dtype)
             model = model.eval().requires_grad_(False).to(device)
     finally:
         transformers_logging.set_verbosity(verbosity)
     if has_adapter(model_folder(path)):
         _log.warning("%s holds a LoRA adapter beside the model, which is served without it", name)
-    # A quantiser of transformers, which sets this also if it dequantises, knows what else lies beside the weights.
-    is_quantised = hasattr(model, "is_quantized")
     if not is_quantised:
         _refuse_quantised(name, model_folder(path))
     _refuse_incomplete(name, info)
-    if not is_quantised:
-        _refuse_unread(name, model, info["unexpected_keys"])
+    _refuse_unread(name, model, info["unexpected_keys"])
     return model
+
+
+def _unify(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert the weights that lay beside quantised ones, which transformers leaves in the format of the file."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):  # fp32 is kept where the model asks for it
+            parameter.data = parameter.data.to(dtype)
 
 
 def _refuse_quantised(name: str, folder: Path | None) -> None:
@@ -114,7 +122,7 @@ def _refuse_quantised(name: str, folder: Path | None) -> None:
     for key, dtype in stored_dtypes(folder).items() if folder is not None else ():
         if dtype.startswith(_SCALED) or (key.endswith(".weight") and dtype not in _FLOATS):
             raise ModelUnsupported(
-                f"{name} is quantised already, in a way that its config does not name or transformers does not know "
+                f"{name} is quantised already, in a way that its config does not name "
                 f"({key} is stored as {dtype}); name the model that it was made from."
             )
 

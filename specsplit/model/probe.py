@@ -21,6 +21,7 @@ from specsplit.model.files import one_line
 from specsplit.model.head_shape import HeadShape
 from specsplit.model.linear_calls import WithoutProducts
 from specsplit.model.memory import is_exhausted
+from specsplit.model.quantised import refuse_quantised
 from specsplit.model.transformers_models import GradientCheckpointingLayer, PreTrainedModel
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
@@ -52,12 +53,14 @@ def refuse_by_config(config: Any) -> None:
     """Refuse a model whose config already shows that it cannot be served.
 
     Raises:
-        ModelUnsupported: encoder-decoder, layers that cannot roll back, or frequencies without a longest context.
+        ModelUnsupported: encoder-decoder, quantised in a way that is not served, layers that cannot roll back, or
+            frequencies without a longest context.
     """
     text = config.get_text_config()
     name = f"{config.model_type} models"
     if getattr(config, "is_encoder_decoder", False):
         raise ModelUnsupported(f"{name} are encoder-decoders; SpecSplit serves decoder-only models.")
+    refuse_quantised(config)
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if odd:
         raise ModelUnsupported(f"{name} have layers without a KV cache that rolls back ({', '.join(odd)}).")
