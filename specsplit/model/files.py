@@ -32,7 +32,8 @@ from specsplit.core.types import TokenizerFiles
 from specsplit.model.identity import files_hash, read_tokenizer_files, stored_dtypes
 from specsplit.model.memory import is_exhausted
 from specsplit.model.meta_init import WithoutMemory
-from specsplit.model.source import NO_HUB_ID, UNREACHABLE, hub_arguments, model_folder
+from specsplit.model.quantised import prepare_dequantising
+from specsplit.model.source import NO_HUB_ID, UNREACHABLE, has_adapter, hub_arguments, model_folder
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.transformers_models import PreTrainedModel, auto_class, drop_towers
 
@@ -72,8 +73,9 @@ def load_weights(
     """Return the model in evaluation mode on `device`; `load` stands in for transformers' own.
 
     Raises:
-        ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory.
+        ModelNotFound, ModelDamaged, ModelUnsupported, MissingExtra, OutOfMemory.
     """
+    is_quantised = prepare_dequantising(config, name)
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -89,21 +91,30 @@ def load_weights(
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported in `info`, and refused below by name
+                adapter_kwargs={"subfolder": "none"},  # else an adapter there counted if peft is installed
                 **revision,
             )
             model, info = loaded
             drop_towers(model)
+            if is_quantised and isinstance(dtype, torch.dtype):
+                _unify(model, dtype)
             model = model.eval().requires_grad_(False).to(device)
     finally:
         transformers_logging.set_verbosity(verbosity)
-    # A quantiser of transformers, which sets this also if it dequantises, knows what else lies beside the weights.
-    is_quantised = hasattr(model, "is_quantized")
+    if has_adapter(model_folder(path)):
+        _log.warning("%s holds a LoRA adapter beside the model, which is served without it", name)
     if not is_quantised:
         _refuse_quantised(name, model_folder(path))
     _refuse_incomplete(name, info)
-    if not is_quantised:
-        _refuse_unread(name, model, info["unexpected_keys"])
+    _refuse_unread(name, model, info["unexpected_keys"])
     return model
+
+
+def _unify(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert the weights that lay beside quantised ones, which transformers leaves in the format of the file."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):  # fp32 is kept where the model asks for it
+            parameter.data = parameter.data.to(dtype)
 
 
 def _refuse_quantised(name: str, folder: Path | None) -> None:
@@ -111,7 +122,7 @@ def _refuse_quantised(name: str, folder: Path | None) -> None:
     for key, dtype in stored_dtypes(folder).items() if folder is not None else ():
         if dtype.startswith(_SCALED) or (key.endswith(".weight") and dtype not in _FLOATS):
             raise ModelUnsupported(
-                f"{name} is quantised already, in a way that its config does not name or transformers does not know "
+                f"{name} is quantised already, in a way that its config does not name "
                 f"({key} is stored as {dtype}); name the model that it was made from."
             )
 
@@ -169,7 +180,10 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _SCALED = ("F8", "F6", "F4")
 """How the types begin whose numbers are only stored with scales, whatever the tensor is called."""
 _GATED = "{name} is gated: accept its terms on the hub and log in (hf auth login), or pass a local folder."
-_INCOMPLETE = "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights."
+_INCOMPLETE = (
+    "{name} lacks files, on the hub or in its cache here: it takes a config.json and safetensors weights, which a LoRA "
+    "adapter has only once it is merged into its base model."
+)
 _HUB_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (hub_errors.GatedRepoError, _GATED),
     (hub_errors.RevisionNotFoundError, "There is no {name} on the hub: the model is there, but has no such revision."),
@@ -290,4 +304,4 @@ def _eos_ids(path: str, name: str, config: Any) -> tuple[int, ...]:
     listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token_id, int) for token_id in listed):
         raise ModelDamaged(f"The generation_config.json of {name} has an eos_token_id that is no token id ({ids}).")
-    return tuple(listed)
+    return tuple(token_id for token_id in listed if token_id >= 0)  # some configs say -1 for none

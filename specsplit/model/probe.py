@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported, OutOfMemory, SpecSplitError
-from specsplit.model.attention.function import NAME, LayerSpec, MaskRule
+from specsplit.model.attention.function import HANDED, NAME, LayerSpec, MaskRule
 from specsplit.model.attention.masks import MaskFunction, evaluate_mask
 from specsplit.model.files import one_line
 from specsplit.model.head_shape import HeadShape
 from specsplit.model.linear_calls import WithoutProducts
 from specsplit.model.memory import is_exhausted
-from specsplit.model.transformers_models import PreTrainedModel
+from specsplit.model.quantised import refuse_quantised
+from specsplit.model.transformers_models import GradientCheckpointingLayer, PreTrainedModel
 
 _UNDERSTOOD = {"scaling", "softcap", "s_aux"}
 _HARMLESS = {
@@ -52,12 +53,14 @@ def refuse_by_config(config: Any) -> None:
     """Refuse a model whose config already shows that it cannot be served.
 
     Raises:
-        ModelUnsupported: encoder-decoder, layers that cannot roll back, or frequencies without a longest context.
+        ModelUnsupported: encoder-decoder, quantised in a way that is not served, layers that cannot roll back, or
+            frequencies without a longest context.
     """
     text = config.get_text_config()
     name = f"{config.model_type} models"
     if getattr(config, "is_encoder_decoder", False):
         raise ModelUnsupported(f"{name} are encoder-decoders; SpecSplit serves decoder-only models.")
+    refuse_quantised(config)
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
     if odd:
         raise ModelUnsupported(f"{name} have layers without a KV cache that rolls back ({', '.join(odd)}).")
@@ -150,7 +153,8 @@ def probe(
     model.set_attn_implementation(NAME)
     seen = _Probe(model.config.model_type)
     tokens = torch.arange(_NUM_TOKENS, device=model.device)[None]
-    with trying(model), WithoutProducts():
+
+    def run() -> None:
         (forward or model)(
             input_ids=tokens,
             position_ids=tokens,
@@ -159,6 +163,15 @@ def probe(
             logits_to_keep=tokens[0],  # as in serving: for a number Gemma 4 cuts the step, masks included
             layer_attention=seen,
         )
+
+    with trying(model), WithoutProducts():
+        try:
+            run()
+        except KeyError as error:
+            if error.args != (HANDED,):
+                raise
+            _hand_over(model)
+            run()
     # Every layer once: a layer that was not seen keeps no KV, one that was seen twice would overwrite its own.
     layers = range(model.config.get_text_config().num_hidden_layers) if layers is None else layers
     if not seen.layers or sorted(seen.layers) != list(layers):
@@ -167,6 +180,19 @@ def probe(
             f"({len(seen.layers)} of {len(layers)} layers), so SpecSplit cannot keep its KV cache."
         )
     return ProbeResult(tuple(seen.layers[layer] for layer in layers), tuple(seen.masks))
+
+
+def _hand_over(model: PreTrainedModel) -> None:
+    """Let layers that get our keyword and do not pass it to their attention (StableLM, Nemotron) hand it over there."""
+
+    def hand_over(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        for module in layer.children():
+            if hasattr(module, "layer_idx"):
+                setattr(module, HANDED, keywords.get(HANDED))
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(hand_over, with_kwargs=True)
 
 
 def _check_is_causal(mask: MaskFunction | None, model_type: str) -> None:

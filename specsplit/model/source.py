@@ -93,6 +93,11 @@ def model_folder(path: str) -> Path | None:
     return Path(path) if Path(path).is_dir() else _cached(path)
 
 
+def has_adapter(folder: Path | None) -> bool:
+    """Return whether an adapter, as peft saves one, lies in the folder of a model."""
+    return folder is not None and (folder / "adapter_config.json").is_file()
+
+
 def commit_of(folder: Path | None) -> str:
     """Return the commit of the hub whose files are in `folder`; empty if they are not from the hub."""
     # The hub's cache: models--ORG--NAME/snapshots/COMMIT/config.json.
@@ -124,9 +129,15 @@ def _folder(source: str) -> tuple[str, str]:
         raise ModelNotFound(f"There is no model folder at {source}, which is a file; name the folder that it is in.")
     if not folder.is_dir():
         raise ModelNotFound(f"There is no model folder at {source}.")
-    if not (folder / "config.json").is_file():
+    has_config = (folder / "config.json").is_file()
+    has_weights = any(not path.name.startswith("adapter_") for path in folder.glob("*.safetensors"))
+    if has_adapter(folder) and not (has_config and has_weights):
+        raise ModelUnsupported(
+            f"{source} is a LoRA adapter, not a whole model: merge it into its base model (merge_and_unload of peft), "
+            "and name the folder that you save that to."
+        )
+    if not has_config:
         raise ModelNotFound(f"{source} holds no config.json, so it is not a model folder.")
-    has_weights = any(folder.glob("*.safetensors"))
     if not has_weights:
         pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
         raise ModelDamaged(

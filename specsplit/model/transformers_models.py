@@ -16,10 +16,12 @@ from transformers import (  # noqa: E402
     PreTrainedModel,
 )
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
+    "GradientCheckpointingLayer",
     "PreTrainedModel",
     "auto_class",
     "causal_mask_function",

@@ -142,6 +142,7 @@ def test_what_cannot_be_served_exactly_is_refused_with_the_reason(name: str, tmp
     ("error", "kind", "words"),
     [
         (AssertionError(), ModelUnsupported, r"LlamaForCausalLM fails in its first forward; .* \(AssertionError\)"),
+        (KeyError("layer_attention"), ModelUnsupported, "does not pass attention keywords through; .*layer_attention"),
         (ZeroDivisionError("by zero"), ModelUnsupported, r"fails in its first forward; .* \(by zero\)"),
         (MemoryError(), OutOfMemory, "memory ran out in the first forward of this LlamaForCausalLM"),
     ],

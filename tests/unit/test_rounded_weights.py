@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from specsplit.cli import doctor
-from specsplit.core.errors import DeviceUnavailable, ModelUnsupported
+from specsplit.core.errors import DeviceUnavailable
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends import int8_weights, rounded_weights
 from specsplit.model.backends.int4_weights import int4_codes, int4_product
@@ -310,12 +310,3 @@ def test_sums_that_saturate_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(int8_weights, "bound", lambda *values: lambda rows: rows @ torch.full((1040, 48), 100.0))
     assert not int8_weights.has_int8_products()
     int8_weights.has_int8_products.cache_clear()
-
-
-def test_a_checkpoint_that_others_quantised_is_refused(tmp_path: Path) -> None:
-    config = FAMILIES["llama"]()
-    folder = save_model(tmp_path / "model", config, 1, with_tokenizer=False)
-    config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    config.save_pretrained(folder)
-    with pytest.raises(ModelUnsupported, match=r"cannot be loaded as a decoder-only language model \(.*quantized"):
-        load(folder, dtype="int8")

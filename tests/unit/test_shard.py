@@ -25,7 +25,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
 from specsplit.stages.shard import weights as shard_weights
 from specsplit.stages.shard.loader import ShardOptions, ShardSpec, load_ends, load_shard, shard_hash
-from tests.support.model_zoo import FAMILIES, VOCAB, build_model, save_model
+from tests.support.model_zoo import FAMILIES, RARE, VOCAB, build_model, save_model
 from tests.support.packs import assert_same_rows
 from tests.support.stage_models import Chain, Whole, ids
 
@@ -35,6 +35,7 @@ KEPT = ([0, 2], [0, 1], [1])
 """Per session, the path of its first tree that is kept."""
 SECOND_TREES = ([-1, 0, 0], [-1, -1, 0], [-1, 0])
 LAYER_LISTS = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt-neox": "gpt_neox.layers"}
+MODELS = {**FAMILIES, **RARE}
 TOLERANCE = 1e-5
 MIDDLE = ShardSpec(1, 2)
 Step = tuple[list[Tensor], dict[int, Tensor]]
@@ -96,7 +97,7 @@ def assert_is_the_whole_model(family: str, folder: Path, chains: Sequence[Chain]
             for num_layers, rows in boundaries.items():
                 assert_same_rows(rows, whole[num_layers], loaded.runner)
             assert_same_rows(torch.cat(logits), torch.cat(expected), loaded.runner)
-    model = build_model(FAMILIES[family](), seed=1)
+    model = build_model(MODELS[family](), seed=1)
     with torch.inference_mode():
         for expected, contexts in zip(truth[-1][0], contexts_of_second_trees(), strict=True):
             eager = torch.stack([model(torch.tensor([context])).logits[0, -1] for context in contexts])
@@ -148,9 +149,9 @@ def test_every_cut_and_place_of_the_ends_is_exact_when_recorded_too(family: str,
     assert_is_the_whole_model(family, folder, chains)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "stablelm"])
 def test_a_recorded_stage_is_exact(family: str, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / family, FAMILIES[family](), seed=1, with_tokenizer=False)
+    folder = save_model(tmp_path / family, MODELS[family](), seed=1, with_tokenizer=False)
     chain = Chain.load(folder, 3, [1])
     assert [stage.runner.is_recorded for stage in chain.stages] == [True, True]
     assert_is_the_whole_model(family, folder, [chain])

@@ -159,12 +159,6 @@ def gemma3n() -> Any:
 UNCUTTABLE: dict[str, tuple[Callable[[], Any], str]] = {
     **{name: (config, "") for name, (config, _) in REFUSED.items()},
     "gemma3n": (gemma3n, "hidden states alone, so it cannot be cut into stages"),
-    "stablelm": (
-        lambda: tf.StableLmConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-        ),
-        "does not pass attention keywords through",
-    ),
 }
 
 

@@ -69,6 +69,14 @@ def test_what_is_no_model_is_refused_by_its_name(source: str, kind: type[ModelEr
         check_source(source, "target")
 
 
+@pytest.mark.parametrize("more", [(), ("config.json",)])
+def test_an_adapter_without_its_model_is_refused_as_one(more: tuple[str, ...], tmp_path: Path):
+    for name in ("adapter_config.json", "adapter_model.safetensors", *more):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelUnsupported, match="is a LoRA adapter, not a whole model: merge it into its base model"):
+        check_source(str(tmp_path), "target")
+
+
 @pytest.mark.usefixtures("closed")
 def test_a_hub_that_is_away_is_not_waited_for(hub: Path):
     with pytest.raises(ModelNotFound, match="somebody/model is not cached here and the model hub cannot be reached"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, GenerationConfig
+from transformers import Gemma3Config, GenerationConfig, LlamaConfig
 from transformers.integrations.mistral import tokenizer as mistral
 from transformers.models.auto import tokenization_auto
 
@@ -146,6 +146,12 @@ def test_the_ends_of_a_multimodal_config_are_those_of_transformers(outer: dict[s
     ends = outer.get("eos_token_id", [7])
     assert GenerationConfig.from_model_config(config).eos_token_id == ends
     assert load_tokenizer(str(tmp_path), "it", config) == (None, tuple(ends))
+
+
+@pytest.mark.parametrize(("said", "ends"), [(-1, ()), ([7, -1], (7,)), (0, (0,))])
+def test_an_end_below_zero_is_no_token_and_is_left_out(said: object, ends: tuple[int, ...], tmp_path: Path) -> None:
+    """Some configs say -1 for none, and no message between workers carries it."""
+    assert load_tokenizer(str(tmp_path), "it", LlamaConfig(eos_token_id=said)) == (None, ends)
 
 
 def test_a_tokenizer_json_counts_beside_mistral_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,16 +90,23 @@ def quantise(tensors: Tensors, dtype: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
-@pytest.mark.parametrize("method", [None, "modelopt"])
-def test_quantised_numbers_without_their_scales_are_refused(
-    dtype: torch.dtype, stored: str, method: str | None, tmp_path: Path
-) -> None:
+def test_quantised_numbers_without_their_scales_are_refused(dtype: torch.dtype, stored: str, tmp_path: Path) -> None:
     """ModelOpt writes its scales beside the weights, and its method to a file of its own."""
     source = saved(tmp_path, "llama", lambda tensors: quantise(tensors, dtype, f"{Q_PROJ}.weight"))
-    if method is not None:
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
     refused(source, rf"quantised already, .* \({Q_PROJ}.weight is stored as {stored}\)")
+
+
+def test_an_adapter_beside_a_model_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With peft installed transformers would apply it, and serve another text than without."""
+    for module in ("transformers.models.auto.auto_factory", "transformers.integrations.peft"):
+        monkeypatch.setattr(f"{module}.is_peft_available", lambda: True)
+    source = saved(tmp_path, "llama", lambda tensors: None)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
+    load_model(source, role="target", threads=1, record=False)
+    warnings = [record.message for record in caplog.records if "adapter" in record.message]
+    assert warnings == [f"{source} holds a LoRA adapter beside the model, which is served without it"]
 
 
 def test_a_head_stored_beside_a_tied_embedding_is_fine(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from specsplit.model.transformers_models import AttentionInterface, AttentionMas
 
 NAME = "specsplit"
 """The implementation's name towards transformers."""
+HANDED = "layer_attention"
+"""The attribute of an attention module with the attention of the forward, if the layer passes it no keywords."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +387,7 @@ with warnings.catch_warnings():
 def _attention_function(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **keywords: Any
 ) -> tuple[Tensor, None]:
-    layer_attention: LayerAttention = keywords.pop("layer_attention")
+    layer_attention: LayerAttention = keywords.pop(HANDED, None) or vars(module)[HANDED]
     # As from transformers' own functions: some models view it in another shape, the others would copy it themselves.
     return layer_attention.attend(module, q, k, v, attention_mask, keywords).contiguous(), None
 
