@@ -40,6 +40,9 @@ from specsplit.core.settings import OrchestratorSettings, Settings, load_setting
 from specsplit.orchestrator.request import Chunk, Result
 
 __all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
+_MOST_AT_ONCE = 128
+"""Prompts of one list that a target elsewhere has at once: more than its slots, and less than fill its queue."""
+_Turns = AbstractAsyncContextManager[None]
 
 
 class Pipeline:
@@ -108,8 +111,8 @@ class Pipeline:
     def generate(self, prompt: Prompt | Prompts, **options: Unpack[RequestOptions]) -> Result | list[Result]:
         """Generate the whole answer to `prompt`: a text, token ids, or the messages of a conversation.
 
-        Several prompts run at once, with equal options, and their answers are in the order of the prompts. If requests
-        fail, the first one's error is raised after all have ended.
+        Several prompts run at once, with equal options, and their answers are in the order of the prompts; a target
+        elsewhere gets 128 of them at a time. If requests fail, the first one's error is raised after all have ended.
         """
         if are_several(prompt):
             return self._generate_all(prompt, [self._settings_for(each, options) for each in prompt])
@@ -121,7 +124,7 @@ class Pipeline:
 
         Closing waits until the request has freed its slot; a generator that is dropped frees it a moment later.
         """
-        return self._stream(prompt, self._settings_for(prompt, options))
+        return self._stream(prompt, self._settings_for(prompt, options), contextlib.nullcontext())
 
     @overload
     async def agenerate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Result: ...
@@ -130,13 +133,14 @@ class Pipeline:
     async def agenerate(self, prompt: Prompt | Prompts, **options: Unpack[RequestOptions]) -> Result | list[Result]:
         """Generate as `generate` does, without blocking the caller's loop."""
         if are_several(prompt):
-            streams = [self.astream(each, **options) for each in prompt]
+            turns = self._turns()
+            streams = [self._astream(each, self._settings_for(each, options), turns) for each in prompt]
             return _results_of(await asyncio.gather(*map(_collect, streams), return_exceptions=True))
         return await _collect(self.astream(cast("Prompt", prompt), **options))
 
     def astream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncGenerator[Chunk, None]:
         """Yield the answer as it is verified; the last chunk has the result. Closing the generator ends the request."""
-        return self._astream(prompt, self._settings_for(prompt, options))
+        return self._astream(prompt, self._settings_for(prompt, options), contextlib.nullcontext())
 
     def close(self) -> None:
         """End requests under way and free models and threads; closing again, or in a forked process, does nothing."""
@@ -180,10 +184,16 @@ class Pipeline:
         check_prompt(prompt)
         return request_settings(self.settings.orchestrator, options, prompt)
 
+    def _turns(self) -> _Turns:
+        """Return what each prompt of a list enters while it runs; models here have their own turns."""
+        is_elsewhere = self.settings.target.address is not None
+        return asyncio.Semaphore(_MOST_AT_ONCE) if is_elsewhere else contextlib.nullcontext()
+
     def _generate_all(self, prompts: Prompts, settings: Sequence[OrchestratorSettings]) -> list[Result]:
+        turns = self._turns()
         with contextlib.ExitStack() as running:
             answers = [
-                running.enter_context(contextlib.closing(self._stream(prompt, each)))
+                running.enter_context(contextlib.closing(self._stream(prompt, each, turns)))
                 for prompt, each in zip(prompts, settings, strict=True)
             ]
             # All begin before the first one is waited for.
@@ -191,10 +201,12 @@ class Pipeline:
                 answer.begin()
             return _results_of([_result_or_error(answer) for answer in answers])
 
-    def _stream(self, prompt: Prompt, settings: OrchestratorSettings) -> ChunkStream:
-        return ChunkStream(partial(self._start, prompt, settings))
+    def _stream(self, prompt: Prompt, settings: OrchestratorSettings, turns: _Turns) -> ChunkStream:
+        return ChunkStream(partial(self._start, prompt, settings, turns))
 
-    async def _astream(self, prompt: Prompt, settings: OrchestratorSettings) -> AsyncGenerator[Chunk, None]:
+    async def _astream(
+        self, prompt: Prompt, settings: OrchestratorSettings, turns: _Turns
+    ) -> AsyncGenerator[Chunk, None]:
         inbox: asyncio.Queue[Chunk | FinishedTask] = asyncio.Queue()
         callers_loop = asyncio.get_running_loop()
 
@@ -203,7 +215,7 @@ class Pipeline:
             with contextlib.suppress(RuntimeError):
                 callers_loop.call_soon_threadsafe(inbox.put_nowait, item)
 
-        running = self._start(prompt, settings, deliver)
+        running = self._start(prompt, settings, turns, deliver)
         item: Chunk | FinishedTask | None = None
         try:
             while isinstance(item := await inbox.get(), Chunk):
@@ -214,22 +226,25 @@ class Pipeline:
             while not isinstance(item, asyncio.Task):
                 item = await inbox.get()
 
-    def _start(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> CancellableTask:
+    def _start(
+        self, prompt: Prompt, settings: OrchestratorSettings, turns: _Turns, deliver: Deliver
+    ) -> CancellableTask:
         refuse_elsewhere(self._thread)  # a fork may have copied the gate while another thread held it
         with self._gate:
             self._refuse_if_closed()
-            return self._thread.begin(partial(self._run, prompt, settings, deliver), deliver)
+            return self._thread.begin(partial(self._run, prompt, settings, turns, deliver), deliver)
 
     def _refuse_if_closed(self) -> None:
         refuse_elsewhere(self._thread)
         if self._is_closed:
             raise InvalidRequest("This pipeline is closed; make a new one.")
 
-    async def _run(self, prompt: Prompt, settings: OrchestratorSettings, deliver: Deliver) -> None:
-        request = await self._requests.make(prompt, settings)
-        async with contextlib.aclosing(self._workers.stream(request, settings)) as chunks:
-            async for chunk in chunks:
-                deliver(chunk)
+    async def _run(self, prompt: Prompt, settings: OrchestratorSettings, turns: _Turns, deliver: Deliver) -> None:
+        async with turns:
+            request = await self._requests.make(prompt, settings)
+            async with contextlib.aclosing(self._workers.stream(request, settings)) as chunks:
+                async for chunk in chunks:
+                    deliver(chunk)
 
 
 async def _end_all(thread: LoopThread, scope: AbstractAsyncContextManager[Workers]) -> None:

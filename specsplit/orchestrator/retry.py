@@ -171,7 +171,7 @@ class Retrier:
     async def _retry(self, again: Callable[[], Awaitable[Answer]], error: SpecSplitError, work_s: float) -> Answer:
         """Ask again and again after an attempt that ended with `error`.
 
-        The time for which a target has a caller wait for its tokens does not count as `retry_s`, up to MAX_REFUSED_S.
+        The time for which a target that refuses says to wait does not count as `retry_s`, up to MAX_REFUSED_S.
         Nor does that of an attempt which lasted longer, until its target was lost, if another replica is ready, or
         until the target sent it away from its queue, in which it keeps the place.
 
@@ -186,8 +186,8 @@ class Retrier:
             if isinstance(error, Overloaded) and not self._waits_for(error):
                 raise error
             self._count_failure(error)
-            if isinstance(error, Overloaded) and error.limit == "tokens":
-                # A caller's tokens come back with time alone, and the target says when: that is no attempt in vain.
+            if isinstance(error, Overloaded):
+                # Places and a caller's tokens come back with time, and the target says when: no attempt is in vain.
                 end_s = min(end_s + error.retry_after_s, most_s)
             # The pause never outlives the end, so the last attempt begins in time.
             left_s = end_s - self._loop.time()

@@ -27,11 +27,17 @@ class TargetHistory:
             PeerMismatch: it computes another text than the first one, or has less room.
         """
         first = self._targets[0]
-        decides_text = [(each.vocab_hash, each.weights_hash, each.dtype) for each in (first, target)]
-        if decides_text[0] != decides_text[1] or target.context < first.context:
+        differences = {
+            "another vocabulary": target.vocab_hash != first.vocab_hash,
+            "other weights": target.weights_hash != first.weights_hash,
+            f"dtype {target.dtype}, not {first.dtype}": target.dtype != first.dtype,
+            f"context {target.context}, not {first.context}": target.context < first.context,
+        }
+        if any(differences.values()):
+            how = "; ".join(name for name, differs in differences.items() if differs)
             raise PeerMismatch(
-                f"The target was replaced by another model ({target.model}, {target.dtype}, context {target.context}) "
-                f"in the middle of a text begun by {first.model}, {first.dtype}; send the request again."
+                f"The target was replaced by another model ({target.model}: {how}) in the middle of a text begun by "
+                f"{first.model}; send the request again."
             )
         self.revision = target.revision
         self._targets.append(target)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
-from specsplit.core.errors import SpecSplitError, WorkerClosed, WorkerUnreachable
+from specsplit.core.errors import SpecSplitError, WorkerClosed, WorkerFailed, WorkerUnreachable
 from specsplit.rpc.auth import LinkRole
 from specsplit.rpc.credentials import Security
 from specsplit.rpc.status import error_of
@@ -58,12 +58,15 @@ class WorkerChannel:
         """
         call = self._method(method, "unary_unary")(request, timeout=timeout_s, metadata=spans.inject())
         try:
-            return cast(bytes, await call)
+            answer: bytes | None = await call
         except grpc.aio.AioRpcError as failure:
             raise self.error(failure) from failure
         except asyncio.CancelledError:
             self.raise_if_closed()
             raise
+        if answer is None:
+            raise WorkerFailed(f"{self._peer} ended the call in order, but with no message.")
+        return answer
 
     async def stream(self, method: str, request: bytes, timeout_s: float) -> AsyncGenerator[bytes]:
         """Yield the answers to one call with a streamed response; raises as `call` does."""
@@ -206,7 +209,7 @@ class Duplex:
 
     async def end(self) -> None:
         """Close our direction of the call; on a call that is over this does nothing."""
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
             await self._call.done_writing()
 
     def cancel(self) -> None:

@@ -31,6 +31,7 @@ from specsplit.core.types import (
 )
 from specsplit.rpc import calls, codec
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.checksum import parse_checked, with_crc
 from specsplit.rpc.credentials import ON_LOOPBACK, Security
 from specsplit.rpc.load import decode_load
 from specsplit.rpc.pb import common_pb2, draft_pb2, stage_pb2, target_pb2
@@ -132,10 +133,10 @@ class _RemoteWorker:
         self, method: str, request: Message, kind: type[M], timeout_s: float | None = None, role: Role | None = None
     ) -> tuple[M, int, int]:
         """Return the answer, and the bytes of the messages sent and received."""
-        data = request.SerializeToString()
+        data = with_crc(request)
         path = _SERVICES[role or self.role] + method
         answer = await self._channel.call(path, data, self._call_timeout_s if timeout_s is None else timeout_s)
-        return self._read(lambda: calls.parse(kind, answer)), len(data), len(answer)
+        return self._read(lambda: parse_checked(kind, answer)), len(data), len(answer)
 
     async def _round(self, request: Message, kind: type[M]) -> tuple[M, int, int]:
         """Do the same for a round, over the stream that the rounds of all sessions share."""
@@ -221,7 +222,7 @@ class RemoteVerifier(_RemoteWorker):
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> RemoteStream:
         """Begin to stream; a failure, such as a refusal of the target, shows with the first commit."""
-        opening = calls.encode_open(turn, limits).SerializeToString()
+        opening = with_crc(calls.encode_open(turn, limits))
         return RemoteStream(
             self._channel,
             opening,

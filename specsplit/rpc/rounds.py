@@ -26,8 +26,8 @@ from specsplit.core.errors import (
 from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.engine.cancellation import to_its_end
 from specsplit.limits import MAX_ROUNDS, SMALL_BYTES
-from specsplit.rpc.calls import parse
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.checksum import parse_checked, with_crc
 from specsplit.rpc.duplex import DuplexStream
 from specsplit.rpc.load import decode_progress, encode_progress
 from specsplit.rpc.pb import common_pb2
@@ -121,7 +121,7 @@ class _RoundStream:
         call = common_pb2.RoundCall(id=call_id, request=request)
         if trace := spans.inject():
             call.trace.update(dict(trace))
-        data = call.SerializeToString()
+        data = with_crc(call)
         self._waiting[call_id] = waiter
         self._stream.send(data)
         try:
@@ -136,12 +136,12 @@ class _RoundStream:
     def _withdraw(self, call_id: int, data: bytes) -> None:
         if not self.is_over and not self._stream.take_back(data):
             withdrawn = common_pb2.RoundCall(id=call_id, withdraw=common_pb2.Withdraw())
-            self._stream.send(withdrawn.SerializeToString())
+            self._stream.send(with_crc(withdrawn))
 
     def _take(self, data: bytes) -> None:
         """Pass an answer to its caller, if that still waits."""
         try:
-            answer = parse(common_pb2.RoundAnswer, data)
+            answer = parse_checked(common_pb2.RoundAnswer, data)
         except InvalidRequest as error:
             raise WorkerFailed(f"{self._peer} gave a malformed answer: {error}") from error
         body = answer.WhichOneof("body")
@@ -287,7 +287,7 @@ class ServedRounds:
 
     async def _read_all(self) -> None:
         while (data := await self._read()) is not None:
-            call = parse(common_pb2.RoundCall, data)
+            call = parse_checked(common_pb2.RoundCall, data)
             match call.WhichOneof("body"):
                 case "request" if call.id > self._last_id:
                     self._begin(call, is_large=self._last_id > 0 and len(data) > SMALL_BYTES + _TRACE_BYTES)
@@ -321,7 +321,7 @@ class ServedRounds:
 
     def _refuse(self, call_id: int, error: SpecSplitError) -> None:
         refusal = common_pb2.RoundAnswer(id=call_id, status=status_of(error).SerializeToString())
-        _start(self._send(refusal.SerializeToString()), self._tasks)
+        _start(self._send(with_crc(refusal)), self._tasks)
 
     async def _answer(self, call_id: int, request: bytes, trace: Trace) -> None:
         try:
@@ -337,7 +337,7 @@ class ServedRounds:
             answer.response = outcome
         else:
             answer.status = outcome.SerializeToString()
-        await self._send(answer.SerializeToString())
+        await self._send(with_crc(answer))
 
     def _report(self, call_id: int, progress: Progress) -> None:
         """Send the progress of a round; if the client reads slowly, only the latest one."""
@@ -352,7 +352,7 @@ class ServedRounds:
                 return  # answered or withdrawn meanwhile
             with suppress(Exception):  # the client has gone, as in `_send`
                 answer = common_pb2.RoundAnswer(id=call_id, progress=encode_progress(progress))
-                await self._write(answer.SerializeToString())
+                await self._write(with_crc(answer))
 
     async def _send(self, data: bytes) -> None:
         try:

@@ -22,6 +22,7 @@ from specsplit.engine.callers import salt
 from specsplit.engine.quotas import NO_QUOTAS, CallerQuotas
 from specsplit.rpc import calls, codec
 from specsplit.rpc.auth import current_peer
+from specsplit.rpc.checksum import parse_checked, with_crc
 from specsplit.rpc.client_sessions import ClientSessions, caller_of_peer, opened_by, with_opener
 from specsplit.rpc.interceptors import SESSION_METHODS, Context, draining
 from specsplit.rpc.load import encode_load
@@ -268,7 +269,7 @@ def _rounds(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> grpc.Rpc
 
 def _in_bytes(kind: type[M], serve: Callable[[M], Awaitable[Message]]) -> Callable[[bytes], Awaitable[bytes]]:
     async def handle(data: bytes) -> bytes:
-        return (await serve(calls.parse(kind, data))).SerializeToString()
+        return with_crc(await serve(parse_checked(kind, data)))
 
     return handle
 

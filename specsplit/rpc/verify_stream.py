@@ -16,12 +16,13 @@ from specsplit.engine.cancellation import to_its_end
 from specsplit.limits import OPEN_S, SMALL_BYTES
 from specsplit.rpc import calls, codec, load
 from specsplit.rpc.channel import WorkerChannel
+from specsplit.rpc.checksum import parse_checked, with_crc
 from specsplit.rpc.duplex import DuplexStream
 from specsplit.rpc.pb import target_pb2
 from specsplit.telemetry import spans
 
 _VERIFY_STREAM = "/specsplit.v1.TargetService/VerifyStream"
-_FINISH = target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()).SerializeToString()
+_FINISH = with_crc(target_pb2.VerifyStreamResponse(finish=target_pb2.Finish()))
 
 
 async def serve_stream(
@@ -36,7 +37,7 @@ async def serve_stream(
         SpecSplitError: the verifier raised it.
     """
     opening = await _first_message(requests)
-    turn, limits = calls.decode_open(calls.parse(target_pb2.VerifyStreamRequest, opening))
+    turn, limits = calls.decode_open(parse_checked(target_pb2.VerifyStreamRequest, opening))
     turn = admit(turn)
     reports = _Reports()
     with listening(reports.add):
@@ -53,7 +54,7 @@ async def serve_stream(
                 yield message
         verdict = await first
         while verdict is not None:
-            yield calls.encode_commit(verdict, spans.current_span_id()).SerializeToString()
+            yield with_crc(calls.encode_commit(verdict, spans.current_span_id()))
             verdict = await stream.next_commit()
         is_broken = False
         if failures:
@@ -101,7 +102,7 @@ class _Reports:
                 return
             assert self._latest is not None, "only a report or the first commit is news"
             progress = load.encode_progress(self._latest)
-            yield target_pb2.VerifyStreamResponse(progress=progress).SerializeToString()
+            yield with_crc(target_pb2.VerifyStreamResponse(progress=progress))
 
 
 async def _closed(stream: VerifyStream, tasks: set[asyncio.Task[Any]], *, keeps_slot: bool) -> None:
@@ -117,7 +118,7 @@ async def _read_all(requests: AsyncIterator[bytes], stream: VerifyStream, failur
         async for data in requests:
             # The largest tree takes less; what is larger would be parsed outside of the budget of bytes.
             codec.require(len(data) <= SMALL_BYTES, "propose", f"A Propose has at most {SMALL_BYTES} bytes.")
-            message = calls.parse(target_pb2.VerifyStreamRequest, data)
+            message = parse_checked(target_pb2.VerifyStreamRequest, data)
             if message.WhichOneof("body") == "cancel":
                 is_broken = message.cancel.frees_slot
                 break
@@ -154,7 +155,7 @@ class RemoteStream:
 
     def propose(self, proposal: Proposal, *, is_more_coming: bool) -> None:
         """Send nodes without waiting; raises InvalidRequest for a value that no message can carry."""
-        data = calls.encode_propose(proposal, is_more_coming=is_more_coming).SerializeToString()
+        data = with_crc(calls.encode_propose(proposal, is_more_coming=is_more_coming))
         self._sent_bytes += len(data)
         self._stream.send(data)
 
@@ -174,7 +175,7 @@ class RemoteStream:
         data = self._incoming.popleft()
         sent, self._sent_bytes = self._sent_bytes, 0
         try:
-            message = calls.parse(target_pb2.VerifyStreamResponse, data)
+            message = parse_checked(target_pb2.VerifyStreamResponse, data)
             if message.WhichOneof("body") != "commit":
                 return None
             commit = message.commit
@@ -187,7 +188,7 @@ class RemoteStream:
         """End the stream in order; if the target does not end it in time, break it off, which frees the slot."""
         self._wait.forget()
         cancel = target_pb2.Cancel(frees_slot=not keeps_slot)
-        await self._stream.close(target_pb2.VerifyStreamRequest(cancel=cancel).SerializeToString())
+        await self._stream.close(with_crc(target_pb2.VerifyStreamRequest(cancel=cancel)))
 
     def _take(self, data: bytes) -> None:
         if not self._has_commits and self._hears_progress(data):
@@ -202,8 +203,8 @@ class RemoteStream:
     def _hears_progress(self, data: bytes) -> bool:
         """Pass a message on if it is progress, and let the time limit count anew: the target is not silent."""
         try:
-            message = calls.parse(target_pb2.VerifyStreamResponse, data)
-        except InvalidRequest:
+            message = parse_checked(target_pb2.VerifyStreamResponse, data)
+        except (InvalidRequest, WorkerFailed):
             return False  # `next_commit` says so
         if message.WhichOneof("body") != "progress":
             return False

@@ -215,7 +215,7 @@ async def test_an_async_stream_closed_or_cancelled_early_frees_the_slot_too(pipe
         ([], {}, "The prompt is empty"),
         ([4096], {}, "outside the vocabulary"),
         ([-1], {}, "outside the vocabulary"),
-        ([1] * 9000, {}, "leaves no room"),
+        ([1] * 9000, {}, r"leaves no room.*`--context N`, or `context=N` in Python"),
         ("a", {"temperature": -1}, "temperature must be between"),
         ("a", {"seed": 2**64}, "seed must be below"),
         ("a", {"temprature": 1}, "the nearest one is temperature"),

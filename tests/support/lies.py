@@ -14,6 +14,8 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from specsplit.rpc.checksum import with_crc
+
 WORDS = "\x1b]0;owned\x07\x1b[2J\r\nError: all is well\u202e\u200b"
 MANY = 100_000
 """Values of a list that has too many."""
@@ -46,7 +48,12 @@ class Lie:
             if field.is_repeated:
                 inner = inner[0] if inner else inner.add()
         _change(inner, self.path[-1], self.what)
-        return message.SerializeToString()
+        # The liar's crc is right, unless it is what the lie is about.
+        if self.path[-1] == "crc":
+            return message.SerializeToString()
+        if "crc" in message.DESCRIPTOR.fields_by_name:
+            message.ClearField("crc")
+        return with_crc(message)
 
 
 def lies_about(method: str, kind: type[Message]) -> list[Lie]:

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams, Timings, Turn, Verdict
 from specsplit.rpc import calls
@@ -48,7 +48,25 @@ RESPONSES: list[Message] = [
 
 
 def mangled(message: Message, rng: random.Random) -> bytes:
-    """Return `message` on the wire after a few accidents, to its fields or to its bytes."""
+    """Return `message` on the wire after a few accidents, to its fields or to its bytes.
+
+    It never has a crc, since a wrong one ends a call before anything else is looked at.
+    """
+    while _has_crc(type(message), data := _mangled(message, rng)):
+        pass
+    return data
+
+
+def _has_crc(kind: type[Message], data: bytes) -> bool:
+    if "crc" not in kind.DESCRIPTOR.fields_by_name:
+        return False
+    try:
+        return kind.FromString(data).HasField("crc")
+    except DecodeError:
+        return data[-5:-4] == b"\x7d"
+
+
+def _mangled(message: Message, rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         scrambled = type(message)()
         scrambled.CopyFrom(message)

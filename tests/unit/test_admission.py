@@ -322,16 +322,15 @@ def test_an_orchestrator_comes_back_when_it_was_told_to() -> None:
     assert run_virtual(main) == ([0.0, 7.5, 15.0, 22.5], 22.5)
 
 
-def test_tokens_of_a_caller_are_waited_for_beyond_the_time_for_retries() -> None:
-    """A long prompt may overdraw a caller's tokens by more than that; its text, which was begun, is not given up."""
-
+@pytest.mark.parametrize("limit", ["", "sessions", "tokens"])
+def test_a_refusal_is_waited_out_beyond_the_time_for_retries(limit: str) -> None:
     async def main() -> list[float]:
         loop, asked_s = asyncio.get_running_loop(), list[float]()
 
         async def ask() -> None:
             asked_s.append(loop.time())
             if len(asked_s) <= 2:
-                raise Overloaded("This caller may use 10 tokens per second.", 20.0, "tokens")
+                raise Overloaded("There is no room.", 20.0, limit)
 
         await Retrier(None, RetryPolicy(retry_s=5.0), RequestEvents()).ask(ask)
         return asked_s
@@ -359,8 +358,8 @@ def test_a_refusal_that_names_no_time_is_waited_out_all_the_same() -> None:
     assert heard == [Progress(retry_after_s=MIN_RETRY_S)] * 4
 
 
-def test_a_caller_without_tokens_is_given_up_in_the_end() -> None:
-    """Without a deadline, too: other requests of the caller may take its tokens for ever."""
+def test_who_is_always_refused_is_given_up_in_the_end() -> None:
+    """Without a deadline, too: other requests may take the places, or the caller's tokens, for ever."""
 
     async def main() -> tuple[float, int]:
         loop, num_asked = asyncio.get_running_loop(), 0
@@ -368,7 +367,7 @@ def test_a_caller_without_tokens_is_given_up_in_the_end() -> None:
         async def ask() -> None:
             nonlocal num_asked
             num_asked += 1
-            raise Overloaded("This caller may use 10 tokens per second.", 20.0, "tokens")
+            raise Overloaded("There is no room.", 20.0)
 
         with pytest.raises(NoFreeSlot, match="asked again for 3600"):
             await Retrier(None, RetryPolicy(retry_s=5.0), RequestEvents()).ask(ask)

@@ -289,3 +289,25 @@ def test_a_thread_that_outlives_the_main_one_goes_on_generating(monkeypatch: pyt
     pool.shutdown()
     with opened(monkeypatch, FakeTarget(), pool=pool) as pipeline:
         assert len(pipeline.generate("ab").token_ids) == 2
+
+
+class CrowdedTarget(FakeTarget):
+    """A target that counts its sessions."""
+
+    most = 0
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        verdict = await super().verify(turn, proposal)
+        self.most = max(self.most, len(self.slots))
+        return verdict
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_long_list_does_not_reach_a_target_elsewhere_at_once(monkeypatch: pytest.MonkeyPatch, is_async: bool):
+    target = CrowdedTarget()
+    prompts = [f"number {number}" for number in range(300)]
+    with opened(monkeypatch, target) as pipeline:
+        results = asyncio.run(pipeline.agenerate(prompts, seed=1)) if is_async else pipeline.generate(prompts, seed=1)
+        assert len(results) == 300
+        assert results[-1].token_ids == pipeline.generate(prompts[-1], seed=1).token_ids
+    assert 16 < target.most < 200

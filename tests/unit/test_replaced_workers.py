@@ -78,10 +78,18 @@ async def test_another_vocabulary_between_requests_is_refused() -> None:
     assert (await owner.generate(REQUEST)).token_ids == first.token_ids
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "bf16"}, {"weights_hash": "other"}, {"context": 40}])
-async def test_other_arithmetic_in_the_middle_of_a_text_ends_it(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "how"),
+    [
+        ({"dtype": "bf16"}, r"dtype bf16, not fp32\)"),
+        ({"weights_hash": "other", "dtype": "bf16"}, r"other weights; dtype bf16, not fp32\)"),
+        ({"vocab_hash": "other"}, r"another vocabulary\)"),
+        ({"context": 40}, r"context 40, not 512\)"),
+    ],
+)
+async def test_other_arithmetic_in_the_middle_of_a_text_ends_it(changes: dict[str, Any], how: str) -> None:
     target = Replaceable()
-    with pytest.raises(PeerMismatch, match="replaced by another model"):
+    with pytest.raises(PeerMismatch, match=f"replaced by another model.*{how}"):
         await after_round(orchestrator(target), 4, lambda: target.become(**changes))
 
 

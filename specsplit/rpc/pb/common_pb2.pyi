@@ -473,8 +473,11 @@ class PingResponse(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     TIME_US_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
     time_us: _builtins.int
     """The worker's clock, microseconds since 1970."""
+    crc: _builtins.int
+    """As in RoundCall."""
     @_builtins.property
     def identity(self) -> Global___Identity: ...
     @_builtins.property
@@ -485,12 +488,15 @@ class PingResponse(_message.Message):
         identity: Global___Identity | None = ...,
         time_us: _builtins.int = ...,
         load: Global___WorkerLoad | None = ...,
+        crc: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "crc", b"crc", "identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load", "time_us", b"time_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "crc", b"crc", "identity", b"identity", "load", b"load", "time_us", b"time_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__crc: _TypeAlias = _typing.Literal["crc"]  # noqa: Y015
+    _WhichOneofArgType__crc: _TypeAlias = _typing.Literal["_crc", b"_crc"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc) -> _WhichOneofReturnType__crc | None: ...
 
 Global___PingResponse: _TypeAlias = PingResponse  # noqa: Y015
 
@@ -660,17 +666,23 @@ class EndSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
     session: _builtins.str
+    crc: _builtins.int
+    """As in RoundCall."""
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
+        crc: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "crc", b"crc"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "crc", b"crc", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__crc: _TypeAlias = _typing.Literal["crc"]  # noqa: Y015
+    _WhichOneofArgType__crc: _TypeAlias = _typing.Literal["_crc", b"_crc"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc) -> _WhichOneofReturnType__crc | None: ...
 
 Global___EndSessionRequest: _TypeAlias = EndSessionRequest  # noqa: Y015
 
@@ -789,9 +801,12 @@ class RoundCall(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     WITHDRAW_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Of this stream: each larger than the one before, from 1."""
     request: _builtins.bytes
+    crc: _builtins.int
+    """CRC-32 of all bytes of the message before this field, which is the last one; a message without it is not checked."""
     @_builtins.property
     def withdraw(self) -> Global___Withdraw:
         """Nobody waits for the answer any more; one may come that was on its way."""
@@ -807,13 +822,19 @@ class RoundCall(_message.Message):
         request: _builtins.bytes = ...,
         withdraw: Global___Withdraw | None = ...,
         trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        crc: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "request", b"request", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "body", b"body", "crc", b"crc", "request", b"request", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "id", b"id", "request", b"request", "trace", b"trace", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "body", b"body", "crc", b"crc", "id", b"id", "request", b"request", "trace", b"trace", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__crc: _TypeAlias = _typing.Literal["crc"]  # noqa: Y015
+    _WhichOneofArgType__crc: _TypeAlias = _typing.Literal["_crc", b"_crc"]  # noqa: Y015
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["request", "withdraw"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc) -> _WhichOneofReturnType__crc | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___RoundCall: _TypeAlias = RoundCall  # noqa: Y015
@@ -841,10 +862,13 @@ class RoundAnswer(_message.Message):
     RESPONSE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     response: _builtins.bytes
     status: _builtins.bytes
     """A google.rpc.Status, as in grpc-status-details-bin."""
+    crc: _builtins.int
+    """As in RoundCall."""
     @_builtins.property
     def progress(self) -> Global___Progress:
         """Not the answer yet, which follows."""
@@ -856,13 +880,19 @@ class RoundAnswer(_message.Message):
         response: _builtins.bytes = ...,
         status: _builtins.bytes = ...,
         progress: Global___Progress | None = ...,
+        crc: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "progress", b"progress", "response", b"response", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "body", b"body", "crc", b"crc", "progress", b"progress", "response", b"response", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "id", b"id", "progress", b"progress", "response", b"response", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "body", b"body", "crc", b"crc", "id", b"id", "progress", b"progress", "response", b"response", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__crc: _TypeAlias = _typing.Literal["crc"]  # noqa: Y015
+    _WhichOneofArgType__crc: _TypeAlias = _typing.Literal["_crc", b"_crc"]  # noqa: Y015
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["response", "status", "progress"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc) -> _WhichOneofReturnType__crc | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___RoundAnswer: _TypeAlias = RoundAnswer  # noqa: Y015

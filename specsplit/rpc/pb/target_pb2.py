@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specsplit.rpc.pb import common_pb2 as specsplit_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specsplit/v1/target.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\"Y\n\x13VerifyDraftsRequest\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Turn\x12 \n\x04tree\x18\x02 \x01(\x0b\x32\x12.specsplit.v1.Tree\"\x88\x02\n\x14VerifyDraftsResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x12\n\nis_trimmed\x18\x04 \x01(\x08\x12\x10\n\x08verified\x18\x05 \x03(\r\x12*\n\ttelemetry\x18\x06 \x01(\x0b\x32\x17.specsplit.v1.Telemetry\x12\x10\n\x08revision\x18\x07 \x01(\r\x12\x11\n\tlog_probs\x18\x08 \x03(\x02\x12\x30\n\rtop_log_probs\x18\t \x03(\x0b\x32\x19.specsplit.v1.TopLogProbs\x12\x12\n\nnum_reused\x18\n \x01(\r\"\x93\x01\n\x13VerifyStreamRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.OpenH\x00\x12(\n\x07propose\x18\x02 \x01(\x0b\x32\x15.specsplit.v1.ProposeH\x00\x12&\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x14.specsplit.v1.CancelH\x00\x42\x06\n\x04\x62ody\"\x84\x01\n\x04Open\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Turn\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x1a\n\x12max_unacknowledged\x18\x04 \x01(\r\x12\x18\n\x10lookup_branching\x18\x05 \x01(\r\"C\n\x07Propose\x12 \n\x04tree\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Tree\x12\x16\n\x0eis_more_coming\x18\x02 \x01(\x08\"\x1c\n\x06\x43\x61ncel\x12\x12\n\nfrees_slot\x18\x01 \x01(\x08\"\x9a\x01\n\x14VerifyStreamResponse\x12&\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x14.specsplit.v1.CommitH\x00\x12&\n\x06\x66inish\x18\x02 \x01(\x0b\x32\x14.specsplit.v1.FinishH\x00\x12*\n\x08progress\x18\x03 \x01(\x0b\x32\x16.specsplit.v1.ProgressH\x00\x42\x06\n\x04\x62ody\"\x89\x02\n\x06\x43ommit\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x10\n\x08verified\x18\x04 \x03(\r\x12*\n\ttelemetry\x18\x05 \x01(\x0b\x32\x17.specsplit.v1.Telemetry\x12\x10\n\x08revision\x18\x06 \x01(\r\x12\x11\n\tlog_probs\x18\x07 \x03(\x02\x12\x30\n\rtop_log_probs\x18\x08 \x03(\x0b\x32\x19.specsplit.v1.TopLogProbs\x12\x12\n\nnum_reused\x18\t \x01(\r\x12!\n\x05\x66ound\x18\n \x01(\x0b\x32\x12.specsplit.v1.Tree\"\x08\n\x06\x46inish\"\x8f\x01\n\x0cScoreRequest\x12\x0e\n\x06prompt\x18\x01 \x03(\r\x12\x0e\n\x06scored\x18\x02 \x03(\r\x12\x10\n\x08\x62ias_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x62ias_values\x18\x04 \x03(\x01\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\r\x12\x15\n\x08keep_for\x18\x06 \x01(\tH\x00\x88\x01\x01\x42\x0b\n\t_keep_for\"\x80\x01\n\rScoreResponse\x12\x11\n\tlog_probs\x18\x01 \x03(\x02\x12*\n\ttelemetry\x18\x02 \x01(\x0b\x32\x17.specsplit.v1.Telemetry\x12\x30\n\rtop_log_probs\x18\x03 \x03(\x0b\x32\x19.specsplit.v1.TopLogProbs\")\n\x13GetTokenizerRequest\x12\x12\n\nknown_hash\x18\x01 \x01(\t\"d\n\x14GetTokenizerResponse\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0f\n\x07\x65os_ids\x18\x02 \x03(\r\x12\x11\n\tfile_name\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x0c\n\x04size\x18\x05 \x01(\x04\x32\xf0\x04\n\rTargetService\x12U\n\x0cVerifyDrafts\x12!.specsplit.v1.VerifyDraftsRequest\x1a\".specsplit.v1.VerifyDraftsResponse\x12@\n\x06Rounds\x12\x17.specsplit.v1.RoundCall\x1a\x19.specsplit.v1.RoundAnswer(\x01\x30\x01\x12Y\n\x0cVerifyStream\x12!.specsplit.v1.VerifyStreamRequest\x1a\".specsplit.v1.VerifyStreamResponse(\x01\x30\x01\x12@\n\x05Score\x12\x1a.specsplit.v1.ScoreRequest\x1a\x1b.specsplit.v1.ScoreResponse\x12W\n\x0cGetTokenizer\x12!.specsplit.v1.GetTokenizerRequest\x1a\".specsplit.v1.GetTokenizerResponse0\x01\x12O\n\nEndSession\x12\x1f.specsplit.v1.EndSessionRequest\x1a .specsplit.v1.EndSessionResponse\x12=\n\x04Ping\x12\x19.specsplit.v1.PingRequest\x1a\x1a.specsplit.v1.PingResponse\x12@\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x1b.specsplit.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specsplit/v1/target.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\"Y\n\x13VerifyDraftsRequest\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Turn\x12 \n\x04tree\x18\x02 \x01(\x0b\x32\x12.specsplit.v1.Tree\"\x88\x02\n\x14VerifyDraftsResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x12\n\nis_trimmed\x18\x04 \x01(\x08\x12\x10\n\x08verified\x18\x05 \x03(\r\x12*\n\ttelemetry\x18\x06 \x01(\x0b\x32\x17.specsplit.v1.Telemetry\x12\x10\n\x08revision\x18\x07 \x01(\r\x12\x11\n\tlog_probs\x18\x08 \x03(\x02\x12\x30\n\rtop_log_probs\x18\t \x03(\x0b\x32\x19.specsplit.v1.TopLogProbs\x12\x12\n\nnum_reused\x18\n \x01(\r\"\xad\x01\n\x13VerifyStreamRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.OpenH\x00\x12(\n\x07propose\x18\x02 \x01(\x0b\x32\x15.specsplit.v1.ProposeH\x00\x12&\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x14.specsplit.v1.CancelH\x00\x12\x10\n\x03\x63rc\x18\x0f \x01(\x07H\x01\x88\x01\x01\x42\x06\n\x04\x62odyB\x06\n\x04_crc\"\x84\x01\n\x04Open\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Turn\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x1a\n\x12max_unacknowledged\x18\x04 \x01(\r\x12\x18\n\x10lookup_branching\x18\x05 \x01(\r\"C\n\x07Propose\x12 \n\x04tree\x18\x01 \x01(\x0b\x32\x12.specsplit.v1.Tree\x12\x16\n\x0eis_more_coming\x18\x02 \x01(\x08\"\x1c\n\x06\x43\x61ncel\x12\x12\n\nfrees_slot\x18\x01 \x01(\x08\"\xb4\x01\n\x14VerifyStreamResponse\x12&\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x14.specsplit.v1.CommitH\x00\x12&\n\x06\x66inish\x18\x02 \x01(\x0b\x32\x14.specsplit.v1.FinishH\x00\x12*\n\x08progress\x18\x03 \x01(\x0b\x32\x16.specsplit.v1.ProgressH\x00\x12\x10\n\x03\x63rc\x18\x0f \x01(\x07H\x01\x88\x01\x01\x42\x06\n\x04\x62odyB\x06\n\x04_crc\"\x89\x02\n\x06\x43ommit\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x10\n\x08verified\x18\x04 \x03(\r\x12*\n\ttelemetry\x18\x05 \x01(\x0b\x32\x17.specsplit.v1.Telemetry\x12\x10\n\x08revision\x18\x06 \x01(\r\x12\x11\n\tlog_probs\x18\x07 \x03(\x02\x12\x30\n\rtop_log_probs\x18\x08 \x03(\x0b\x32\x19.specsplit.v1.TopLogProbs\x12\x12\n\nnum_reused\x18\t \x01(\r\x12!\n\x05\x66ound\x18\n \x01(\x0b\x32\x12.specsplit.v1.Tree\"\x08\n\x06\x46inish\"\xa9\x01\n\x0cScoreRequest\x12\x0e\n\x06prompt\x18\x01 \x03(\r\x12\x0e\n\x06scored\x18\x02 \x03(\r\x12\x10\n\x08\x62ias_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x62ias_values\x18\x04 \x03(\x01\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\r\x12\x15\n\x08keep_for\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x03\x63rc\x18\x0f \x01(\x07H\x01\x88\x01\x01\x42\x0b\n\t_keep_forB\x06\n\x04_crc\"\x9a\x01\n\rScoreResponse\x12\x11\n\tlog_probs\x18\x01 \x03(\x02\x12*\n\ttelemetry\x18\x02 \x01(\x0b\x32\x17.specsplit.v1.Telemetry\x12\x30\n\rtop_log_probs\x18\x03 \x03(\x0b\x32\x19.specsplit.v1.TopLogProbs\x12\x10\n\x03\x63rc\x18\x0f \x01(\x07H\x00\x88\x01\x01\x42\x06\n\x04_crc\")\n\x13GetTokenizerRequest\x12\x12\n\nknown_hash\x18\x01 \x01(\t\"d\n\x14GetTokenizerResponse\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0f\n\x07\x65os_ids\x18\x02 \x03(\r\x12\x11\n\tfile_name\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x0c\n\x04size\x18\x05 \x01(\x04\x32\xf0\x04\n\rTargetService\x12U\n\x0cVerifyDrafts\x12!.specsplit.v1.VerifyDraftsRequest\x1a\".specsplit.v1.VerifyDraftsResponse\x12@\n\x06Rounds\x12\x17.specsplit.v1.RoundCall\x1a\x19.specsplit.v1.RoundAnswer(\x01\x30\x01\x12Y\n\x0cVerifyStream\x12!.specsplit.v1.VerifyStreamRequest\x1a\".specsplit.v1.VerifyStreamResponse(\x01\x30\x01\x12@\n\x05Score\x12\x1a.specsplit.v1.ScoreRequest\x1a\x1b.specsplit.v1.ScoreResponse\x12W\n\x0cGetTokenizer\x12!.specsplit.v1.GetTokenizerRequest\x1a\".specsplit.v1.GetTokenizerResponse0\x01\x12O\n\nEndSession\x12\x1f.specsplit.v1.EndSessionRequest\x1a .specsplit.v1.EndSessionResponse\x12=\n\x04Ping\x12\x19.specsplit.v1.PingRequest\x1a\x1a.specsplit.v1.PingResponse\x12@\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x1b.specsplit.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYDRAFTSRESPONSE']._serialized_start=162
   _globals['_VERIFYDRAFTSRESPONSE']._serialized_end=426
   _globals['_VERIFYSTREAMREQUEST']._serialized_start=429
-  _globals['_VERIFYSTREAMREQUEST']._serialized_end=576
-  _globals['_OPEN']._serialized_start=579
-  _globals['_OPEN']._serialized_end=711
-  _globals['_PROPOSE']._serialized_start=713
-  _globals['_PROPOSE']._serialized_end=780
-  _globals['_CANCEL']._serialized_start=782
-  _globals['_CANCEL']._serialized_end=810
-  _globals['_VERIFYSTREAMRESPONSE']._serialized_start=813
-  _globals['_VERIFYSTREAMRESPONSE']._serialized_end=967
-  _globals['_COMMIT']._serialized_start=970
-  _globals['_COMMIT']._serialized_end=1235
-  _globals['_FINISH']._serialized_start=1237
-  _globals['_FINISH']._serialized_end=1245
-  _globals['_SCOREREQUEST']._serialized_start=1248
-  _globals['_SCOREREQUEST']._serialized_end=1391
-  _globals['_SCORERESPONSE']._serialized_start=1394
-  _globals['_SCORERESPONSE']._serialized_end=1522
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1524
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1565
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1567
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1667
-  _globals['_TARGETSERVICE']._serialized_start=1670
-  _globals['_TARGETSERVICE']._serialized_end=2294
+  _globals['_VERIFYSTREAMREQUEST']._serialized_end=602
+  _globals['_OPEN']._serialized_start=605
+  _globals['_OPEN']._serialized_end=737
+  _globals['_PROPOSE']._serialized_start=739
+  _globals['_PROPOSE']._serialized_end=806
+  _globals['_CANCEL']._serialized_start=808
+  _globals['_CANCEL']._serialized_end=836
+  _globals['_VERIFYSTREAMRESPONSE']._serialized_start=839
+  _globals['_VERIFYSTREAMRESPONSE']._serialized_end=1019
+  _globals['_COMMIT']._serialized_start=1022
+  _globals['_COMMIT']._serialized_end=1287
+  _globals['_FINISH']._serialized_start=1289
+  _globals['_FINISH']._serialized_end=1297
+  _globals['_SCOREREQUEST']._serialized_start=1300
+  _globals['_SCOREREQUEST']._serialized_end=1469
+  _globals['_SCORERESPONSE']._serialized_start=1472
+  _globals['_SCORERESPONSE']._serialized_end=1626
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1628
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1669
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1671
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1771
+  _globals['_TARGETSERVICE']._serialized_start=1774
+  _globals['_TARGETSERVICE']._serialized_end=2398
 # @@protoc_insertion_point(module_scope)

@@ -113,6 +113,9 @@ class VerifyStreamRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     PROPOSE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
+    crc: _builtins.int
+    """As in RoundCall."""
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
@@ -125,13 +128,19 @@ class VerifyStreamRequest(_message.Message):
         open: Global___Open | None = ...,
         propose: Global___Propose | None = ...,
         cancel: Global___Cancel | None = ...,
+        crc: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "open", b"open", "propose", b"propose"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "body", b"body", "cancel", b"cancel", "crc", b"crc", "open", b"open", "propose", b"propose"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancel", b"cancel", "open", b"open", "propose", b"propose"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "body", b"body", "cancel", b"cancel", "crc", b"crc", "open", b"open", "propose", b"propose"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__crc: _TypeAlias = _typing.Literal["crc"]  # noqa: Y015
+    _WhichOneofArgType__crc: _TypeAlias = _typing.Literal["_crc", b"_crc"]  # noqa: Y015
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open", "propose", "cancel"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc) -> _WhichOneofReturnType__crc | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___VerifyStreamRequest: _TypeAlias = VerifyStreamRequest  # noqa: Y015
@@ -226,6 +235,9 @@ class VerifyStreamResponse(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
+    crc: _builtins.int
+    """As in RoundCall."""
     @_builtins.property
     def commit(self) -> Global___Commit: ...
     @_builtins.property
@@ -240,13 +252,19 @@ class VerifyStreamResponse(_message.Message):
         commit: Global___Commit | None = ...,
         finish: Global___Finish | None = ...,
         progress: _common_pb2.Progress | None = ...,
+        crc: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit", b"commit", "finish", b"finish", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "body", b"body", "commit", b"commit", "crc", b"crc", "finish", b"finish", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "commit", b"commit", "finish", b"finish", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "body", b"body", "commit", b"commit", "crc", b"crc", "finish", b"finish", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__crc: _TypeAlias = _typing.Literal["crc"]  # noqa: Y015
+    _WhichOneofArgType__crc: _TypeAlias = _typing.Literal["_crc", b"_crc"]  # noqa: Y015
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["commit", "finish", "progress"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc) -> _WhichOneofReturnType__crc | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___VerifyStreamResponse: _TypeAlias = VerifyStreamResponse  # noqa: Y015
@@ -340,12 +358,15 @@ class ScoreRequest(_message.Message):
     BIAS_VALUES_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     KEEP_FOR_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
     top_logprobs: _builtins.int
     """How many of the likeliest tokens at each position are answered, too."""
     keep_for: _builtins.str
     """Whose score it is (as the caller in SessionParams): it may begin with rows of this caller's, and its own stay warm
     for the caller's next sessions and scores. Absent, it forwards all of its tokens, and its rows are forgotten.
     """
+    crc: _builtins.int
+    """As in RoundCall."""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -363,13 +384,19 @@ class ScoreRequest(_message.Message):
         bias_values: _abc.Iterable[_builtins.float] | None = ...,
         top_logprobs: _builtins.int = ...,
         keep_for: _builtins.str | None = ...,
+        crc: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_for", b"_keep_for", "keep_for", b"keep_for"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "_keep_for", b"_keep_for", "crc", b"crc", "keep_for", b"keep_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_for", b"_keep_for", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "keep_for", b"keep_for", "prompt", b"prompt", "scored", b"scored", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "_keep_for", b"_keep_for", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "crc", b"crc", "keep_for", b"keep_for", "prompt", b"prompt", "scored", b"scored", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__crc: _TypeAlias = _typing.Literal["crc"]  # noqa: Y015
+    _WhichOneofArgType__crc: _TypeAlias = _typing.Literal["_crc", b"_crc"]  # noqa: Y015
     _WhichOneofReturnType__keep_for: _TypeAlias = _typing.Literal["keep_for"]  # noqa: Y015
     _WhichOneofArgType__keep_for: _TypeAlias = _typing.Literal["_keep_for", b"_keep_for"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc) -> _WhichOneofReturnType__crc | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_for) -> _WhichOneofReturnType__keep_for | None: ...
 
 Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
@@ -381,6 +408,9 @@ class ScoreResponse(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     TOP_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    CRC_FIELD_NUMBER: _builtins.int
+    crc: _builtins.int
+    """As in RoundCall."""
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
@@ -395,12 +425,15 @@ class ScoreResponse(_message.Message):
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         telemetry: _common_pb2.Telemetry | None = ...,
         top_log_probs: _abc.Iterable[_common_pb2.TopLogProbs] | None = ...,
+        crc: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "crc", b"crc", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "telemetry", b"telemetry", "top_log_probs", b"top_log_probs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc", b"_crc", "crc", b"crc", "log_probs", b"log_probs", "telemetry", b"telemetry", "top_log_probs", b"top_log_probs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__crc: _TypeAlias = _typing.Literal["crc"]  # noqa: Y015
+    _WhichOneofArgType__crc: _TypeAlias = _typing.Literal["_crc", b"_crc"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__crc) -> _WhichOneofReturnType__crc | None: ...
 
 Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
