@@ -47,7 +47,7 @@ Output = Annotated[Path | None, typer.Option(help="Append the JSON line to this 
 Resumed = Annotated[Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Tree nodes verified per round at most.")]
 Depth = Annotated[int | None, typer.Option(min=1, help="Levels of the tree at most.")]
-Branching = Annotated[int, typer.Option(min=1, help="Children of a node.")]
+Branching = Annotated[int | None, typer.Option(min=1, help="Children of a node.")]
 Model = Annotated[str | None, typer.Option(metavar="M", help="Folder or hub id; embedded unless --target is named.")]
 Address = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="A worker that runs already.")]
 Names = Annotated[str, typer.Option(help="Separated by commas.")]
@@ -69,7 +69,7 @@ def _setup(
     device: Annotated[DeviceName, typer.Option(help="Of both models, for every system.")] = "cpu",
     nodes: Nodes = None,
     depth: Depth = None,
-    branching: Branching = defaults.DEFAULT_BRANCHING,
+    branching: Branching = None,
     lookup: Annotated[bool, typer.Option(help="Whether our systems' trees hold lookup's nodes.")] = defaults.LOOKUP,
     target_address: Address = None,
     draft_address: Address = None,

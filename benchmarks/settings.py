@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
-from specsplit.core import defaults
 from specsplit.core.defaults import DRAFTLESS, EMBEDDED
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import override
@@ -44,11 +43,11 @@ class Shape:
 
     nodes: int | None = None
     depth: int | None = None
-    branching: int = defaults.DEFAULT_BRANCHING
+    branching: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.nodes or '-'}/{self.depth or '-'}/{self.branching}"
+        return f"{self.nodes or '-'}/{self.depth or '-'}/{self.branching or '-'}"
 
 
 @dataclass(frozen=True, slots=True)

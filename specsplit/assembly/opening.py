@@ -22,7 +22,8 @@ def open_workers(
     """
     if models is None:
         return remote_workers(settings, note)
-    measures = settings.orchestrator.mode == "auto"
+    chosen = settings.orchestrator
+    measures = chosen.mode == "auto" or (chosen.mode == "pingpong" and chosen.branching is None)
     if isinstance(models, LoadedDraft):
         return _with_remote_target(settings, models, note, measures=measures)
     if settings.draft_address is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, Mode
+from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES, Mode
 
 _PROMPT, _SAMPLING, _SPECULATION = "Prompt", "Sampling", "Speculation"
 
@@ -155,7 +155,14 @@ Depth = Annotated[
     option("--depth", _SPECULATION, "Levels of a tree, at most.", f"{DEFAULT_DEPTH}, or auto's choice", "D"),
 ]
 Branching = Annotated[
-    int, option("--branching", _SPECULATION, "Children of a node, at most; 1 drafts chains.", metavar="B")
+    int | None,
+    option(
+        "--branching",
+        _SPECULATION,
+        "Children of a node, at most; 1 drafts chains.",
+        f"{DEFAULT_BRANCHING}, or 1 in pingpong where the target's branches are dear",
+        "B",
+    ),
 ]
 Explain = Annotated[bool, option("--explain", _SPECULATION, "Show how each round was run, and why.", "off")]
 Compare = Annotated[

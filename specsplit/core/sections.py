@@ -248,7 +248,7 @@ class OrchestratorSettings(LinkSettings):
     nodes: Annotated[int, Field(ge=1, le=1024)] | None = None
     """None: DEFAULT_NODES in a fixed mode, and in `auto` what it chooses; `depth` alike."""
     depth: Annotated[int, Field(ge=1, le=64)] | None = None
-    branching: Annotated[int, Field(ge=1, le=64)] = defaults.DEFAULT_BRANCHING
+    branching: Annotated[int, Field(ge=1, le=64)] | None = None
     lookup: bool = defaults.LOOKUP
     """Whether trees also hold the tokens that followed earlier occurrences of the last ones."""
     max_new_tokens: Positive = defaults.MAX_NEW_TOKENS

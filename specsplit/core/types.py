@@ -302,8 +302,8 @@ class Identity:
     protocol_version: int = PROTOCOL_VERSION
     dtype: str = "fp32"
     device: str = "cpu"
-    step_times: tuple[tuple[int, float], ...] = ()
-    """Seconds of one forward by rows, ascending, as measured when the worker began; empty if nobody measured."""
+    step_times: tuple[tuple[int, float], ...] = ()  # seconds of a forward by rows, ascending, if measured at the start
+    fork_s: float = 0.0  # seconds that each further branch of a tree takes; 0 if nobody measured
     exactness: Exactness = "near ties"
     """Whether a row has the same bits in any company."""
     numerics: str = ""

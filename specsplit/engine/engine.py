@@ -99,8 +99,8 @@ class Engine:
 
     async def measure(self) -> None:
         """Measure forwards by their rows; the identity names their times from then on."""
-        step_times, _ = await self._work.run(None, self._probe.measure(self._model, self._sessions))
-        self._identity = replace(self._identity, step_times=step_times)
+        (step_times, fork_s), _ = await self._work.run(None, self._probe.measure(self._model, self._sessions))
+        self._identity = replace(self._identity, step_times=step_times, fork_s=fork_s)
         self.pace_steps(StepTimes.from_start(step_times))
 
     def pace_steps(self, times: StepTimes) -> None:

@@ -24,6 +24,11 @@ _REPEATS = 4
 """Repeats go one after another over all sizes: a short disturbance, as another model's start, spoils one of them."""
 BUDGET_S = 0.5
 
+_FORK = [-1, 0, 1, 2, 0]
+"""A tree that branches once; a chain of as many rows is measured beside it."""
+_FORK_BASE = 132
+"""Tokens before the two. Chosen: what a branch takes grows with the text, and few texts are much shorter."""
+
 StepTimes = tuple[tuple[int, float], ...]
 
 
@@ -37,17 +42,22 @@ class Probe:
         """Whether logits, or what came in their place, are whole."""
         return not bool(logits.isnan().any())
 
-    def measure(self, model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput, Tensor, StepTimes]:
+    def measure(
+        self, model: LoadedModel, sessions: SessionTable
+    ) -> Generator[SequenceInput, Tensor, tuple[StepTimes, float]]:
         """Return the seconds of a forward by its rows, ascending, for as many sizes as `BUDGET_S` allows, at least one.
+
+        The second value are those that each further branch of a target's tree takes, 0 if there is no time for it.
 
         Raises:
             NoFreeSlot: every slot is in use.
         """
         limit = min(model.context, model.node_limit + 1)
         sizes = [rows for rows in _ROWS if rows <= limit]
+        has_trees = model.role == "target" and len(_FORK) <= limit and model.context >= _FORK_BASE + limit
         times: dict[int, float] = {}
         end_s = time.perf_counter() + BUDGET_S
-        with borrowed_slot(sessions.slots, Loan(limit)) as slot:
+        with borrowed_slot(sessions.slots, Loan(limit + _FORK_BASE if has_trees else limit)) as slot:
             # The first forward of all warms caches up and is never the best.
             for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
                 if number >= _NUM_FIRST and time.perf_counter() > end_s:
@@ -56,7 +66,25 @@ class Probe:
                 # Each forward starts at row 0 again: what it writes is nobody's, and no length has to be set back.
                 yield SequenceInput(slot.index, 0, [0] * rows, None, rows, self.head_request)
                 times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
-        return tuple(sorted(times.items()))
+            most = max(times)
+            # The text before it takes about as long as the forwards of the most rows that were measured.
+            fork_s = times[most] * (_FORK_BASE // most + 2 * _REPEATS)
+            has_time = has_trees and time.perf_counter() + fork_s < end_s
+            fork_s = (yield from self._measure_branch(slot.index, most)) if has_time else 0.0
+        return tuple(sorted(times.items())), fork_s
+
+    def _measure_branch(self, slot: int, most_rows: int) -> Generator[SequenceInput, Tensor, float]:
+        """Return the seconds that a tree which branches takes more than a chain, behind a text of some length."""
+        for start in range(0, _FORK_BASE, most_rows):
+            rows = min(most_rows, _FORK_BASE - start)
+            yield SequenceInput(slot, start, [0] * rows, None, 1, self.head_request)
+        times = [math.inf, math.inf]
+        for number in range(2 * _REPEATS):
+            start_s, rows = time.perf_counter(), len(_FORK)
+            parents = _FORK if number % 2 else None
+            yield SequenceInput(slot, _FORK_BASE, [0] * rows, parents, rows, self.head_request)
+            times[number % 2] = min(times[number % 2], time.perf_counter() - start_s)
+        return max(times[1] - times[0], 0.0)
 
     def trial(self, model: LoadedModel, sessions: SessionTable) -> Generator[SequenceInput, Tensor, None]:
         """Forward one token in a slot of no session.

@@ -81,7 +81,8 @@ class Session:
         key, history = session_key(), TokenHistory(request.prompt_ids)
         params = _session_params(context, request)
         events.key, events.request_id = key, request.request_id
-        speculation, identity = context.speculation, context.identity
+        identity = context.identity
+        speculation = context.speculation.for_target(identity)
         mode = resolved_mode(speculation, context.modes)
         retrier.waits_for_streams = mode != "auto"
         target = context.target.member(context.verifier)

@@ -323,6 +323,7 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
         numerics=identity.numerics,
         model_revision=identity.model_revision,
         looks_up=identity.looks_up,
+        fork_s=identity.fork_s,
     )
 
 
@@ -362,6 +363,7 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         numerics=decode_numerics(message.numerics),
         model_revision=checked_hash(message.model_revision),
         looks_up=message.looks_up,
+        fork_s=message.fork_s if 0 < message.fork_s < math.inf else 0.0,
     )
 
 

@@ -8,6 +8,7 @@ goes with them. docs/auto.md tells how the parts work together.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -35,8 +36,10 @@ RateCorrector = Callable[[RatedMode, float], float]
 CONCURRENT: tuple[RoundMode, ...] = ("overlap", "stream")
 """The modes in which draft and target compute at the same time."""
 _RATE = attrgetter("tokens_per_s")
-_Tree = tuple[int, int, float]
-"""Nodes, levels, and the seconds in which the draft grows them."""
+_Tree = tuple[int, int, int, float]
+"""Nodes, levels, the branching, and the seconds in which the draft grows them."""
+_Timed = tuple[int, float, float]
+"""Nodes, and the seconds in which the draft grows them and the target verifies them."""
 
 
 @record
@@ -108,58 +111,64 @@ def _children_by_depth(profile: Profile, branching: int) -> list[list[float]]:
     return [profile.children(depth, branching) for depth in range(1, len(profile.accept_by_depth) + 1)]
 
 
-@lru_cache(maxsize=256)
 def expected_by_nodes(profile: Profile, depth: int, branching: int, max_nodes: int) -> tuple[float, ...]:
     """Return E[A] of a tree grown best first, at every n from 0 to `max_nodes` or to where the limits end it."""
+    return _grown(profile, depth, branching, max_nodes)[0]
+
+
+@lru_cache(maxsize=256)
+def _grown(profile: Profile, depth: int, branching: int, max_nodes: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return E[A] and the number of further branches of a tree grown best first, at every n as `expected_by_nodes`."""
     children_by_depth = _children_by_depth(profile, branching)
     last = len(children_by_depth) - 1
-    # The frontier is a heap of all children of the tree's nodes: (- path probability, level).
-    frontier: list[tuple[float, int]] = []
-    for probability in children_by_depth[0]:
-        heappush(frontier, (-probability, 1))
-    expected = [1.0]
+    # The frontier is a heap of all children of the tree's nodes: (- path probability, level, rank among its siblings).
+    frontier: list[tuple[float, int, int]] = []
+    for rank, probability in enumerate(children_by_depth[0]):
+        heappush(frontier, (-probability, 1, rank))
+    expected, forks = [1.0], [0]
     while frontier and len(expected) <= max_nodes:
-        negative, level = heappop(frontier)  # the likeliest node that is not in the tree; its level counts from 1
+        negative, level, place = heappop(frontier)  # the likeliest node not in the tree yet; its level counts from 1
         expected.append(expected[-1] - negative)
+        forks.append(forks[-1] + (place > 0))
         if level < depth:
-            for probability in children_by_depth[min(level, last)]:
-                heappush(frontier, (negative * probability, level + 1))
-    return tuple(expected)
+            for rank, probability in enumerate(children_by_depth[min(level, last)]):
+                heappush(frontier, (negative * probability, level + 1, rank))
+    return tuple(expected), tuple(forks)
 
 
-def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs) -> float:
+def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs, num_forks: int = 0) -> float:
     """Return the seconds of one round (docs/algorithms.md, section 5; `costs.draft_s` is D t_d + the draft's way).
 
     So the draft's way counts where its call does, and `round_trip_s` is the target's alone; with a draft next door
     these are L0, L1 and L1' as written. A plain round pays the target's way too; a stream without nodes does not,
     until it is `max_unacknowledged` commits ahead.
     """
-    trees = [(nodes, depth, costs.draft_s(nodes, depth))]
-    return _rounds_s(mode, trees, costs.verify_curve(mode, nodes + 1), costs)[0]
+    verify_s = costs.verify_curve(mode, nodes + 1)[nodes + 1] + num_forks * costs.verify.fork_s
+    return _rounds_s(mode, [(nodes, costs.draft_s(nodes, depth), verify_s)], costs)[0]
 
 
-def _rounds_s(mode: RoundMode, trees: Sequence[_Tree], verify: Sequence[float], costs: Costs) -> list[float]:
-    """Return the seconds of a round with each of the trees; `verify` is the curve by rows of a session."""
+def _rounds_s(mode: RoundMode, trees: Sequence[_Timed], costs: Costs) -> list[float]:
+    """Return the seconds of a round with each of the trees."""
     round_trip_s, hit_rate = costs.round_trip_s, costs.hit_rate
     gap_s = round_trip_s + costs.tree_s
     if mode == "pingpong":
-        return [draft_s + gap_s + verify[nodes + 1] for nodes, _, draft_s in trees]
+        return [draft_s + gap_s + verify_s for _, draft_s, verify_s in trees]
     if mode == "overlap":
-        return [max(verify[nodes + 1] + gap_s, draft_s) + (1 - hit_rate) * draft_s for nodes, _, draft_s in trees]
+        return [max(verify_s + gap_s, draft_s) + (1 - hit_rate) * draft_s for _, draft_s, verify_s in trees]
     if mode != "stream":
-        return [verify[nodes + 1] + (gap_s if nodes else round_trip_s) for nodes, _, _ in trees]
+        return [verify_s + (gap_s if nodes else round_trip_s) for nodes, _, verify_s in trees]
     seconds: list[float] = []
-    for nodes, _, draft_s in trees:
-        verify_s, way_s = verify[nodes + 1], round_trip_s + draft_s
+    for nodes, draft_s, verify_s in trees:
+        way_s = round_trip_s + draft_s
         # On a hit only the part of the way that a verify does not cover is waited for, on a miss all of it.
         wait_s = hit_rate * max(0.0, way_s - verify_s) + (1 - hit_rate) * way_s if nodes else 0.0
         seconds.append(max(verify_s + wait_s, round_trip_s / costs.max_unacknowledged))
     return seconds
 
 
-def tokens_per_s(mode: RoundMode, expected: float, nodes: int, depth: int, costs: Costs) -> float:
+def tokens_per_s(mode: RoundMode, expected: float, nodes: int, depth: int, costs: Costs, num_forks: int = 0) -> float:
     """Return the tokens per second of rounds that gain `expected` tokens each."""
-    return expected / round_s(mode, nodes, depth, costs)
+    return expected / round_s(mode, nodes, depth, costs, num_forks)
 
 
 @record
@@ -188,6 +197,8 @@ class ModePlan:
     tokens_per_s: float
     predicted_tokens_per_s: float = 0.0
     """The model's own prediction, before measured rates correct it."""
+    branching: int = 1
+    """Children of one node at most."""
 
 
 @record
@@ -257,14 +268,27 @@ def choose_plan(
 def _corrected(plans: Sequence[ModePlan], correct: RateCorrector) -> list[ModePlan]:
     """Return the plans with the rates that are to be expected."""
     return [
-        ModePlan(plan.mode, plan.nodes, plan.depth, correct(_rated_mode(plan), plan.tokens_per_s), plan.tokens_per_s)
+        replace(
+            plan,
+            tokens_per_s=correct(_rated_mode(plan), plan.tokens_per_s),
+            predicted_tokens_per_s=plan.tokens_per_s,
+        )
         for plan in plans
     ]
 
 
 def _decision(plan: ModePlan, plans: tuple[ModePlan, ...], num_beaten: int = 0) -> Decision:
-    rate, predicted = plan.tokens_per_s, plan.predicted_tokens_per_s
-    return Decision(plan.mode, plan.nodes, plan.depth, rate, predicted, plans, num_beaten, rated_mode=_rated_mode(plan))
+    return Decision(
+        plan.mode,
+        plan.nodes,
+        plan.depth,
+        plan.tokens_per_s,
+        plan.predicted_tokens_per_s,
+        plan.branching,
+        plans,
+        num_beaten,
+        rated_mode=_rated_mode(plan),
+    )
 
 
 def _rated_mode(plan: ModePlan) -> RatedMode:
@@ -273,41 +297,45 @@ def _rated_mode(plan: ModePlan) -> RatedMode:
 
 
 def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
-    """Return every shape that the limits allow, by depth, with the draft's seconds for it."""
+    """Return every shape that the limits allow, with the draft's seconds for it; chains too, if branching costs."""
     if costs.draft is None:
         call_s, level = 0.0, [0.0] * (limits.nodes[-1] + 1)
     else:
         call_s, level = costs.draft.call_s, costs.draft.level.shared_curve(limits.nodes[-1], costs.num_sessions)
-    return [
-        (nodes, depth, call_s + depth * level[-(-nodes // depth)])
-        for depth in range(1, limits.max_depth + 1)
-        for nodes in limits.nodes
-        if nodes >= depth
-    ]
+    depths = range(1, min(limits.max_depth, limits.nodes[-1]) + 1)
+    # Of equals the first is taken: a chain, for which the draft computes fewer rows.
+    shapes = [(depth, depth, 1) for depth in depths] if costs.verify.fork_s and limits.branching > 1 else []
+    shapes += [(nodes, depth, limits.branching) for depth in depths for nodes in limits.nodes if nodes >= depth]
+    return [(nodes, depth, branching, call_s + depth * level[-(-nodes // depth)]) for nodes, depth, branching in shapes]
 
 
 def _best_plan(mode: RoundMode, profile: Profile, trees: Sequence[_Tree], costs: Costs, limits: Limits) -> ModePlan:
     """Return the best plan of one mode with a tree; of equals the smaller one."""
     max_nodes, verify = limits.nodes[-1], costs.verify_curve(mode, limits.nodes[-1] + 1)
-    best_rate = 0.0
-    best_nodes = best_depth = expected_depth = 0
-    expected: tuple[float, ...] = ()
-    for (nodes, depth, _), seconds in zip(trees, _rounds_s(mode, trees, verify, costs), strict=True):
-        if depth != expected_depth:
-            expected, expected_depth = expected_by_nodes(profile, depth, limits.branching, max_nodes), depth
-        if nodes < len(expected) and expected[nodes] / seconds > best_rate:
-            best_rate, best_nodes, best_depth = expected[nodes] / seconds, nodes, depth
-    return ModePlan(mode, best_nodes, best_depth, best_rate)
+    fork_s, best_rate, best = costs.verify.fork_s, 0.0, (0, 0, 1)
+    timed: list[_Timed] = []
+    expected: list[float] = []
+    for nodes, depth, branching, draft_s in trees:
+        by_nodes, forks = _grown(profile, depth, branching, max_nodes)
+        is_possible = nodes < len(by_nodes)
+        expected.append(by_nodes[nodes] if is_possible else 0.0)
+        timed.append((nodes, draft_s, verify[nodes + 1] + (forks[nodes] * fork_s if is_possible else 0.0)))
+    for tree, gain, seconds in zip(trees, expected, _rounds_s(mode, timed, costs), strict=True):
+        if gain / seconds > best_rate:
+            best_rate, best = gain / seconds, tree[:3]
+    nodes, depth, branching = best
+    return ModePlan(mode, nodes, depth, best_rate, branching=branching)
 
 
 def _revised(last: ModePlan, profiles: Mapping[RoundMode, Profile], costs: Costs, limits: Limits) -> ModePlan | None:
     """Return the same plan at today's costs, None if it is not offered any more."""
-    mode, nodes, depth = last.mode, last.nodes, last.depth
+    mode, nodes, depth, branching = last.mode, last.nodes, last.depth, last.branching
     if mode != PLAIN and mode not in profiles:
         return None
     if nodes == 0:
         return ModePlan(mode, 0, 0, tokens_per_s(mode, 1.0, 0, 0, costs))
-    expected = expected_by_nodes(profiles[mode], depth, limits.branching, limits.nodes[-1])
+    expected, forks = _grown(profiles[mode], depth, branching, limits.nodes[-1])
     if depth > limits.max_depth or nodes >= len(expected):
         return None
-    return ModePlan(mode, nodes, depth, tokens_per_s(mode, expected[nodes], nodes, depth, costs))
+    rate = tokens_per_s(mode, expected[nodes], nodes, depth, costs, forks[nodes])
+    return ModePlan(mode, nodes, depth, rate, branching=branching)

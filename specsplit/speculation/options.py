@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES, Mode
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.types import Budget
-from specsplit.speculation.constants import AUTO_DEPTH, DEFAULT_MAX_NODES
+from specsplit.core.types import Budget, Identity
+from specsplit.speculation.constants import AUTO_DEPTH, DEAR_BRANCH, DEFAULT_MAX_NODES
 from specsplit.speculation.cost_model import RoundMode
 
 
@@ -20,8 +20,8 @@ class Speculation:
     verifies; in `stream` the target goes on by itself, and is sent nodes as they are grown. In all of these trees hold
     lookup's nodes too, unless `lookup` is off. Mode `lookup` asks no draft.
 
-    `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node. Where `nodes`
-    or `depth` is None, fixed modes have trees of the default shape, and `auto` chooses up to its own limits.
+    `nodes` bounds the nodes verified per round, `depth` the levels, `branching` the children of one node. Where one is
+    None, fixed modes have trees of the default shape, and `auto` chooses up to its own limits.
 
     Raises:
         InvalidRequest: there is no such mode, or a bound is below 1.
@@ -30,7 +30,7 @@ class Speculation:
     mode: Mode = "auto"
     nodes: int | None = None
     depth: int | None = None
-    branching: int = DEFAULT_BRANCHING
+    branching: int | None = None
     lookup: bool = True
     auto_modes: tuple[RoundMode, ...] = ("overlap", "pingpong", "stream")
     """The modes that `auto` may choose with a draft; without one, a stream if it is among them."""
@@ -50,7 +50,17 @@ class Speculation:
         """The largest tree that is verified in a round."""
         is_auto = self.mode == "auto"
         nodes = self.nodes or (DEFAULT_MAX_NODES if is_auto else DEFAULT_NODES)
-        return Budget(nodes, self.depth or (AUTO_DEPTH if is_auto else DEFAULT_DEPTH), self.branching)
+        depth = self.depth or (AUTO_DEPTH if is_auto else DEFAULT_DEPTH)
+        return Budget(nodes, depth, self.branching or DEFAULT_BRANCHING)
+
+    def for_target(self, target: Identity) -> Speculation:
+        """Return the settings for sessions of `target`: ping-pong drafts chains by default where branches are dear.
+
+        Other modes need branches: what is drafted ahead has to have the bonus token among its nodes.
+        """
+        if self.mode != "pingpong" or self.branching is not None or not target.step_times:
+            return self
+        return replace(self, branching=1) if target.fork_s > DEAR_BRANCH * target.step_times[0][1] else self
 
     def has_trees(self, *, has_draft: bool) -> bool:
         """Return whether there is anything to make trees of; `has_draft` says whether this mode has one to ask."""

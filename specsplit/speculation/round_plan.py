@@ -166,7 +166,7 @@ class RoundPlanner:
     def _plan_of(self, decision: Decision, *, has_draft: bool) -> RoundPlan:
         """Return the plan that follows `decision`; lookup may add nodes up to its own limit, even to a plain one."""
         limits = self._limits
-        budget = Budget(decision.nodes, decision.depth, limits.branching) if decision.nodes and has_draft else None
+        budget = Budget(decision.nodes, decision.depth, decision.branching) if decision.nodes and has_draft else None
         max_nodes = max(decision.nodes, min(LOOKUP_NODES, limits.nodes[-1]))
         return RoundPlan(decision.mode, budget, Budget(max_nodes, limits.max_depth, limits.branching), decision)
 

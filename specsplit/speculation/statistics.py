@@ -253,13 +253,13 @@ class SpeculationStats:
         # A further row makes all wait that share the step.
         return verify.count_worth_verifying(path_log_probs, num_sessions * tokens_per_s, num_sessions)
 
-    def predict_tokens_per_s(self, path_log_probs: Sequence[float]) -> float:
+    def predict_tokens_per_s(self, path_log_probs: Sequence[float], num_forks: int = 0) -> float:
         """Return the tokens per second of verifying these nodes at once: the mean over the sessions of the step."""
         times, num_nodes, num_sessions = self.times, len(path_log_probs), self.times.sessions.value
         if times.verify is None:
             return 0.0
         expected = 1 + sum(map(math.exp, path_log_probs)) / num_sessions
-        tree_s, rows = times.tree_s if num_nodes else 0.0, num_nodes + num_sessions
+        tree_s, rows = (times.tree_s if num_nodes else 0.0) + num_forks * times.verify.fork_s, num_nodes + num_sessions
         return expected / (times.verify.curve(rows)[rows] + times.sessions_s + times.gap_s + tree_s)
 
 

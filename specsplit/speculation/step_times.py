@@ -70,13 +70,12 @@ class StepTimes:
     A point that was not seen for long is believed about as slow as those that are, since what slowed it may be over.
     """
 
-    def __init__(self, measured: Mapping[int, float]) -> None:
+    def __init__(self, measured: Mapping[int, float], fork_s: float = 0.0) -> None:
         assert measured, "at least one point"
         assert min(measured) >= 1, "a forward has rows"
         assert all(0 < seconds < math.inf for seconds in measured.values()), "times are positive"
         self._rows = sorted(measured)
-        self._measured = _non_decreasing([measured[rows] for rows in self._rows], [1] * len(measured))
-        self._seconds = self._measured
+        self._seconds = self._measured = _non_decreasing([measured[rows] for rows in self._rows], [1] * len(measured))
         self._curve: list[float] = []
         """Seconds by number of rows, as far as they were asked for since the last correction."""
         # A grid point ends where another one becomes the nearest, in ratio.
@@ -86,6 +85,7 @@ class StepTimes:
             [0.5 ** (abs(math.log2(other / rows)) / CORRECTION_HALVING) for other in self._rows] for rows in self._rows
         ]
         self._points = [_Point() for _ in self._rows]
+        self.fork_s = fork_s  # that each further branch of a tree takes beside its rows
         self._num_counted = 0
         self._first: list[float] = []
         """The first ratios, whatever their rows."""
@@ -93,7 +93,7 @@ class StepTimes:
         """Rows and seconds that the curve does not know yet: each round observes, but not each round reads."""
 
     @classmethod
-    def from_start(cls, step_times: Sequence[tuple[int, float]]) -> StepTimes:
+    def from_start(cls, step_times: Sequence[tuple[int, float]], fork_s: float = 0.0) -> StepTimes:
         """Return the curve that begins with the times by rows that a worker measured when it started.
 
         Other work beside that start made some of them longer and none shorter. So no forward takes longer than one of
@@ -105,7 +105,7 @@ class StepTimes:
         rows = [count for count, _ in step_times]
         possible = [min([seconds * -(-count // of) for of, seconds in step_times]) for count in rows]
         points = sorted({*rows, *ROW_GRID})
-        return cls(dict(zip(points, _interpolate(rows, possible, points), strict=True)))
+        return cls(dict(zip(points, _interpolate(rows, possible, points), strict=True)), fork_s)
 
     @classmethod
     def from_one_row(cls, seconds: float) -> StepTimes:

@@ -6,17 +6,24 @@ merges the nodes of a draft with those of lookup. Knows neither workers nor roun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from specsplit.core.types import ROOT, Proposal, Timings, quantised_log_probs
 from specsplit.speculation.acceptance import FIRST_AGREED, MAX_RANK, Acceptance, draft_cells
+from specsplit.speculation.step_times import StepTimes
 
 ROOT_INDEX = -1
 _NO_TIMINGS = Timings()
 UNNUMBERED = 0
 """The number of a node that the other side does not know."""
+
+
+def num_forks(parents: Sequence[int]) -> int:
+    """Return how many nodes have a sibling before them: a tree of so many has one path more than that."""
+    return len(parents) - len(set(parents))
 
 
 @dataclass(slots=True)
@@ -128,6 +135,36 @@ class TokenTree:
         """Return `nodes`, which ascend, the most probable path first; every prefix is a tree if all of them are."""
         # A stable sort keeps the earlier of equals first: a parent before its certain child.
         return sorted(nodes, key=self.path_log_probs.__getitem__, reverse=True)
+
+    def worth_verifying(
+        self, ranked: Sequence[int], times: StepTimes, tokens_per_s: float, rows: int = 1
+    ) -> Sequence[int]:
+        """Return those of the nodes, the likeliest first, that are worth their rows, as `StepTimes` counts them.
+
+        A further child of a node, with all below it, has to be worth what a branch takes, too.
+        """
+        if times.fork_s:
+            ranked = self._worth_branching(ranked, tokens_per_s * times.fork_s)
+        paths = self.path_log_probs
+        return ranked[: times.count_worth_verifying([paths[node] for node in ranked], tokens_per_s, rows)]
+
+    def _worth_branching(self, ranked: Sequence[int], least: float) -> Sequence[int]:
+        """Leave out further children, with all below them, that `least` tokens are not expected of together."""
+        if not num_forks([self.parents[node] for node in ranked]):
+            return ranked
+        parents, first = self.parents, dict[int, int]()
+        for node in ranked:
+            first.setdefault(parents[node], node)
+        gains = {node: math.exp(self.path_log_probs[node]) for node in ranked}
+        for node in reversed(ranked):  # children before their parents
+            parent, gain = parents[node], gains[node]
+            if parent in gains:
+                gains[parent] += gain if first[parent] == node else max(gain - least, 0.0)
+        kept = {ROOT_INDEX}
+        for node in ranked:
+            if parents[node] in kept and (first[parents[node]] == node or gains[node] > least):
+                kept.add(node)
+        return [node for node in ranked if node in kept]
 
     def depth_first(self, nodes: Sequence[int]) -> list[int]:
         """Return `nodes`, which form a tree, depth first and the likeliest child first: its path lies together.

@@ -257,7 +257,7 @@ class WorkerTimes:
     def adopt(self, target: Identity, draft: Identity | None) -> None:
         """Begin with what the workers measured themselves, unless more is known already."""
         if self.verify is None and target.step_times:
-            self.verify = StepTimes.from_start(target.step_times)
+            self.verify = StepTimes.from_start(target.step_times, target.fork_s)
             self._num_plain += target.step_times[0][0] == 1
         if self._draft_alone is None and draft is not None and draft.step_times:
             self._draft_alone = DraftTimes(StepTimes.from_start(draft.step_times))
@@ -279,7 +279,14 @@ class WorkerTimes:
                 self._beside(_step_sessions(timings)).observe_way(wall_s - _forward_s(timings))
 
     def observe_round(
-        self, timings: Timings, verify_s: float, overhead_s: float, course: RoundCourse, *, is_concurrent: bool
+        self,
+        timings: Timings,
+        verify_s: float,
+        overhead_s: float,
+        course: RoundCourse,
+        *,
+        is_concurrent: bool,
+        num_forks: int = 0,
     ) -> None:
         """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
         forward_s, num_sessions = _forward_s(timings), _step_sessions(timings)
@@ -287,7 +294,7 @@ class WorkerTimes:
             return
         beside = self._beside(num_sessions)
         if self.verify is None or beside.counts_forward(course):
-            self._observe_forward(timings, is_concurrent=is_concurrent)
+            self._observe_forward(timings, is_concurrent=is_concurrent, num_forks=num_forks)
         else:  # what the forward behind a tree takes more is part of the tree's costs
             self.sessions.observe(num_sessions)
             forward_s = self.verify.seconds(_step_rows(timings)) + (num_sessions - 1) * beside.session_s
@@ -338,7 +345,7 @@ class WorkerTimes:
         drafting_s = depth * draft.level.seconds(-(-nodes // depth))
         return min(drafting_s, self.verify.seconds(1)) if self.verify is not None else drafting_s
 
-    def _observe_forward(self, timings: Timings, *, is_concurrent: bool) -> None:
+    def _observe_forward(self, timings: Timings, *, is_concurrent: bool, num_forks: int = 0) -> None:
         rows, forward_s, num_sessions = _step_rows(timings), _forward_s(timings), _step_sessions(timings)
         self._num_plain += timings.num_tokens == 1
         self.sessions.observe(num_sessions)
@@ -346,9 +353,11 @@ class WorkerTimes:
             self.verify = StepTimes.from_one_row(forward_s / (1 + ROW_COST * (rows - 1)))
         curve = self.verify
         if is_concurrent:
-            curve = self.verify_concurrent = self.verify_concurrent or StepTimes(self.verify.grid)
+            curve = self.verify_concurrent = self.verify_concurrent or StepTimes(self.verify.grid, self.verify.fork_s)
         if not curve.covers(rows):
             return
+        if num_forks:  # what these take is no part of the rows'
+            forward_s = max(forward_s - num_forks * self.verify.fork_s, forward_s / 2)
         more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
         if more_s > 0:
             self._beside(num_sessions).observe_session(more_s / (num_sessions - 1))

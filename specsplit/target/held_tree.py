@@ -1,7 +1,7 @@
 """The tree that a target holds for one stream: nodes below the text's end, and the places of committed ones.
 
 Most nodes are the client's; the target may add some that it found itself. Proposals may come late: they are walked
-along what was committed since their root. Knows no model and no time.
+along what was committed since their root. Knows no model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from specsplit.core.types import ROOT, Proposal
 from specsplit.limits import MAX_NUMBER
 from specsplit.speculation.acceptance import Acceptance
 from specsplit.speculation.lookup import LookupTree
+from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import ROOT_INDEX, UNNUMBERED, TokenTree
 from specsplit.target.stream_lookup import LookupKnowledge
 
@@ -142,6 +143,10 @@ class HeldTree:
         within = [node for node, depth in enumerate(self._nodes.depths) if depth <= max_depth]
         nodes = self._nodes.by_probability(within)
         return nodes, [paths[node] for node in nodes]
+
+    def worth_verifying(self, ranked: Sequence[int], times: StepTimes, tokens_per_s: float) -> Sequence[int]:
+        """Return those of the nodes, the likeliest first, that are worth their rows."""
+        return self._nodes.worth_verifying(ranked, times, tokens_per_s)
 
     def proposal(self, nodes: Sequence[int]) -> tuple[Proposal, list[int]]:
         """Return these nodes, which form a tree, as the next turn's proposal, and the client's numbers for them."""

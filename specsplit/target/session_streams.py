@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from specsplit.core.errors import WorkerClosed
-from specsplit.core.types import StreamLimits, Turn
+from specsplit.core.types import Identity, StreamLimits, Turn
 from specsplit.engine.admission import AdmissionQueue
 from specsplit.engine.batch import at_once
 from specsplit.engine.scheduler import WorkQueue
@@ -31,9 +32,9 @@ class SessionStreams:
         limits: StreamLimits,
         verify: Verify,
         close: Callable[[str], Awaitable[None]],
-        step_times: Sequence[tuple[int, float]],
+        identity: Identity,
     ) -> TargetStream:
-        """Open a stream over `verify`; `close` frees a session's slot."""
+        """Open a stream over `verify`; `close` frees a session's slot, `identity` has the target's measured times."""
         session, epoch = turn.session, turn.epoch
 
         async def leave(keeps_slot: bool) -> None:
@@ -45,7 +46,8 @@ class SessionStreams:
                 if not keeps_slot and session not in self._sessions.pins:
                     await close(session)
 
-        stream = TargetStream(verify, leave, turn, limits, self.limits_of(turn, step_times))
+        own = replace(self.limits_of(turn, identity.step_times), fork_s=identity.fork_s)
+        stream = TargetStream(verify, leave, turn, limits, own)
         self._sessions.pins.add(session, epoch)
         return stream
 

@@ -19,6 +19,7 @@ from specsplit.core.types import ROOT, Proposal, StreamLimits, Turn, Verdict, pr
 from specsplit.engine.cancellation import to_its_end
 from specsplit.limits import FIRST_FOUND, MAX_DEPTH, MAX_STREAM_NODES, SILENCE_S
 from specsplit.speculation.lookup import MAX_TOKENS
+from specsplit.speculation.token_tree import num_forks
 from specsplit.target.held_tree import HeldTree
 from specsplit.target.stream_lookup import LookupKnowledge, StreamLookup
 from specsplit.target.stream_scheduler import StreamScheduler
@@ -42,6 +43,8 @@ class TargetLimits:
     """A client that acknowledges nothing for so long is lost."""
     step_times: Sequence[tuple[int, float]] = ()
     """Seconds of a forward by rows, as measured at the start."""
+    fork_s: float = 0.0
+    """Seconds that each further branch of a tree takes."""
     is_wanted: Callable[[], bool] = lambda: False
     """Whether somebody waits for a slot."""
     is_device_apart: bool = False
@@ -127,7 +130,7 @@ class TargetStream:
         self._loop = asyncio.get_running_loop()
         knowledge = target.lookup if limits.lookup_branching else None
         self._tree = HeldTree(turn.base_length + len(turn.tail) - 1, MAX_STREAM_NODES, knowledge)
-        self._scheduler = StreamScheduler(target.step_times, self._bounds.max_nodes)
+        self._scheduler = StreamScheduler(target.step_times, self._bounds.max_nodes, target.fork_s)
         self._lookup: StreamLookup | None = None
         if knowledge is not None:
             token_ids = [*target.text(), *turn.tail[-MAX_TOKENS:]]
@@ -196,7 +199,8 @@ class TargetStream:
                 raise
             now_s = self._loop.time()
             if not is_first:  # the first one may be a whole prompt
-                self._scheduler.observe(verdict.timings, len(verdict.token_ids), now_s - committed_s)
+                num_tokens, forks = len(verdict.token_ids), num_forks(proposal.parents)
+                self._scheduler.observe(verdict.timings, num_tokens, now_s - committed_s, forks)
             # The slot now holds [committed | accepted path]; the bonus token goes first into the next step.
             turn, committed_s, is_first = _following(turn, verdict), now_s, False
             self._commit(verdict, proposal, numbers)
@@ -207,8 +211,8 @@ class TargetStream:
     def _next_tree(self) -> tuple[Proposal, list[int]]:
         """Return the nodes worth verifying now, and the client's numbers for them."""
         # Every prefix of the ranked nodes is a tree, so any number of them may be taken.
-        nodes, paths = self._held()
-        return self._tree.proposal(nodes[: self._scheduler.count(paths)])
+        nodes, _ = self._held()
+        return self._tree.proposal(self._scheduler.choose(self._tree, nodes))
 
     def _held(self) -> tuple[list[int], list[float]]:
         """Return the nodes that may be verified at once, and their paths' log-probabilities, the likeliest first."""

@@ -1,6 +1,6 @@
 """The schedule of a streaming target: how many nodes are worth their rows, and whether to wait for nodes at all.
 
-The target's own measurements in, the cost model's rules applied. Knows no tree and no stream.
+The target's own measurements in, the cost model's rules applied. Knows no stream.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from specsplit.core.types import Timings
 from specsplit.speculation.constants import PACE_MEMORY, ROW_COST
 from specsplit.speculation.step_times import RunningMedian, StepTimes
+from specsplit.target.held_tree import HeldTree
 
 
 @dataclass(slots=True)
@@ -30,8 +31,8 @@ class StreamScheduler:
     Times are those of the stream's clock. At most `max_nodes` are verified at once.
     """
 
-    def __init__(self, step_times: Sequence[tuple[int, float]], max_nodes: int) -> None:
-        self._verify = StepTimes.from_start(step_times) if step_times else None
+    def __init__(self, step_times: Sequence[tuple[int, float]], max_nodes: int, fork_s: float = 0.0) -> None:
+        self._verify = StepTimes.from_start(step_times, fork_s) if step_times else None
         self._max_nodes = max_nodes
         self._tokens_per_s = 0.0
         self._misses: dict[int, _Miss] = {}
@@ -40,9 +41,14 @@ class StreamScheduler:
         self._expected = self._num_nodes = 0.0
         """Means over the answers to misses: E[A], and nodes."""
 
-    def observe(self, timings: Timings, num_tokens: int, elapsed_s: float) -> None:
-        """Count a step that committed `num_tokens`: its forward and picks, and the seconds since the last commit."""
+    def observe(self, timings: Timings, num_tokens: int, elapsed_s: float, num_forks: int = 0) -> None:
+        """Count a step that committed `num_tokens`: its forward and picks, and the seconds since the last commit.
+
+        What further branches of its tree take is no part of its rows'.
+        """
         device_s = (timings.device_ms + timings.sampling_ms) / 1e3
+        if num_forks and self._verify is not None:
+            device_s = max(device_s - num_forks * self._verify.fork_s, device_s / 2)
         rows = max(timings.step_rows, timings.num_tokens)  # those of all sessions in the step: the time is theirs, too
         if timings.num_forwards == 1 and rows > 0 and device_s > 0:
             if self._verify is None:
@@ -86,6 +92,10 @@ class StreamScheduler:
         The text goes on before it does, and its call is cut.
         """
         self._expected = _mean(self._expected, 1.0)
+
+    def choose(self, tree: HeldTree, ranked: Sequence[int]) -> Sequence[int]:
+        """Return those of the nodes, the likeliest first, to verify now."""
+        return ranked if self._verify is None else tree.worth_verifying(ranked, self._verify, self._rate)
 
     def count(self, path_log_probs: Sequence[float]) -> int:
         """Return how many nodes, the likeliest first, to verify now."""

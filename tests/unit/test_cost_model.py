@@ -264,7 +264,7 @@ def test_the_first_decision_is_the_best_plan_of_all(profile: Profile, costs: Cos
     assert decision.tokens_per_s == pytest.approx(max(best.values()))
     rate = decision.tokens_per_s
     assert decision.alternatives[0] == ModePlan(
-        decision.mode, decision.nodes, decision.depth, rate, predicted_tokens_per_s=rate
+        decision.mode, decision.nodes, decision.depth, rate, predicted_tokens_per_s=rate, branching=decision.branching
     )
 
 

@@ -19,7 +19,8 @@ from specsplit.speculation.cost_model import CONCURRENT
 from specsplit.speculation.lookup import LookupTree, TextLookup
 from specsplit.speculation.round_plan import RoundPlan
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.token_tree import SpeculationTree
+from specsplit.speculation.token_tree import SpeculationTree, TokenTree, num_forks
+from specsplit.speculation.worker_times import WorkerTimes
 
 _NOTHING_FOUND = LookupTree()
 
@@ -85,8 +86,9 @@ class Speculator:
         nodes = self.best(limit, tokens_per_s)
         if not nodes:
             return [], False
-        paths = self.tree.nodes.path_log_probs
-        rate = self.stats.predict_tokens_per_s([paths[node] for node in nodes])
+        tree = self.tree.nodes
+        paths, forks = tree.path_log_probs, num_forks([tree.parents[node] for node in nodes])
+        rate = self.stats.predict_tokens_per_s([paths[node] for node in nodes], forks)
         if rate <= tokens_per_s:
             return [], False
         # Every further row is weighed against the rate of this very round.
@@ -114,10 +116,7 @@ class Speculator:
         nodes = tree.best(limit.max_new_nodes, limit.max_depth)
         if tokens_per_s is None or not nodes:
             return nodes
-        paths = tree.nodes.path_log_probs
-        ranked = sorted([paths[node] for node in nodes], reverse=True)
-        count = self.stats.count_worth_verifying(ranked, tokens_per_s)
-        return nodes if count == len(nodes) else tree.best(count, limit.max_depth)
+        return _worth_verifying(tree.nodes, nodes, self.stats.times, tokens_per_s)
 
     def make_input(
         self, nodes: Sequence[int], first_node: int, *, is_looked_up: bool = False, commit: Verdict | None = None
@@ -174,8 +173,14 @@ class Speculator:
         if result.number and self.stats.plans and (has_nodes or self.stats.counts_plain):
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
             overhead_s = self._loop.time() - result.began_s - result.verify_s - waits.waited_s
+            forks = num_forks(result.speculation.proposal.parents)
             self.stats.times.observe_round(
-                result.verdict.timings, result.verify_s, overhead_s, course, is_concurrent=self.is_concurrent
+                result.verdict.timings,
+                result.verify_s,
+                overhead_s,
+                course,
+                is_concurrent=self.is_concurrent,
+                num_forks=forks,
             )
         waits.end_round(had_nodes=has_nodes)
 
@@ -339,3 +344,13 @@ class SessionLookup:
             if not (waits_for_more and found.num_spelled(self._committed) == len(self._committed)):
                 self._found = None
                 self._stats.observe_lookup(found, self._committed)
+
+
+def _worth_verifying(tree: TokenTree, nodes: Sequence[int], times: WorkerTimes, tokens_per_s: float) -> list[int]:
+    """Return those of the nodes, which form a tree, that are worth their rows at this rate of a session."""
+    verify, num_sessions = times.verify, times.sessions.value
+    if verify is None:
+        return list(nodes)
+    # A further row makes all wait that share the step.
+    ranked, rate = tree.by_probability(sorted(nodes)), num_sessions * tokens_per_s
+    return tree.depth_first(tree.worth_verifying(ranked, verify, rate, num_sessions))
