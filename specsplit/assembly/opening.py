@@ -25,7 +25,7 @@ def open_workers(
     chosen = settings.orchestrator
     measures = chosen.mode == "auto" or (chosen.mode == "pingpong" and chosen.branching is None)
     if isinstance(models, LoadedDraft):
-        return _with_remote_target(settings, models, note, measures=measures)
+        return _with_remote_target(settings, models, note, measures=chosen.mode == "auto")
     if settings.draft_address is not None:
         return _with_remote_draft(settings, settings.draft_address, models, measures=measures)
     return local_workers(

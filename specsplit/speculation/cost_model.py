@@ -81,6 +81,11 @@ class Costs:
         curve = self.verify_in(mode).shared_curve(max_rows, self.num_sessions)
         return [seconds + self.sessions_s for seconds in curve] if self.sessions_s else curve
 
+    @property
+    def fork_s(self) -> float:
+        """The seconds that a further branch in the tree of each session adds to a step."""
+        return self.verify.fork_s * self.num_sessions
+
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds of drafting a tree of `nodes` nodes, evenly over `depth` levels."""
         if self.draft is None or not depth:
@@ -143,7 +148,7 @@ def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs, num_forks: in
     these are L0, L1 and L1' as written. A plain round pays the target's way too; a stream without nodes does not,
     until it is `max_unacknowledged` commits ahead.
     """
-    verify_s = costs.verify_curve(mode, nodes + 1)[nodes + 1] + num_forks * costs.verify.fork_s
+    verify_s = costs.verify_curve(mode, nodes + 1)[nodes + 1] + num_forks * costs.fork_s
     return _rounds_s(mode, [(nodes, costs.draft_s(nodes, depth), verify_s)], costs)[0]
 
 
@@ -312,7 +317,7 @@ def _trees(costs: Costs, limits: Limits) -> list[_Tree]:
 def _best_plan(mode: RoundMode, profile: Profile, trees: Sequence[_Tree], costs: Costs, limits: Limits) -> ModePlan:
     """Return the best plan of one mode with a tree; of equals the smaller one."""
     max_nodes, verify = limits.nodes[-1], costs.verify_curve(mode, limits.nodes[-1] + 1)
-    fork_s, best_rate, best = costs.verify.fork_s, 0.0, (0, 0, 1)
+    fork_s, best_rate, best = costs.fork_s, 0.0, (0, 0, 1)
     timed: list[_Timed] = []
     expected: list[float] = []
     for nodes, depth, branching, draft_s in trees:

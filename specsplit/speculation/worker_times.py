@@ -268,13 +268,15 @@ class WorkerTimes:
         self._least_ping_s = min(wall_s, self._least_ping_s)
         self._alone.expect_round_trip(self._least_ping_s)
 
-    def observe_verify(self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False) -> None:
+    def observe_verify(
+        self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False, num_forks: int = 0
+    ) -> None:
         """Count a verify of a round after the prompt's; `is_concurrent` if the draft was at work meanwhile.
 
         `wall_s` is None for a step of a stream, which nobody waited for.
         """
         if _step_rows(timings) > 0 and _forward_s(timings) > 0:
-            self._observe_forward(timings, is_concurrent=is_concurrent)
+            self._observe_forward(timings, is_concurrent=is_concurrent, num_forks=num_forks)
             if wall_s is not None:
                 self._beside(_step_sessions(timings)).observe_way(wall_s - _forward_s(timings))
 
@@ -356,8 +358,8 @@ class WorkerTimes:
             curve = self.verify_concurrent = self.verify_concurrent or StepTimes(self.verify.grid, self.verify.fork_s)
         if not curve.covers(rows):
             return
-        if num_forks:  # what these take is no part of the rows'
-            forward_s = max(forward_s - num_forks * self.verify.fork_s, forward_s / 2)
+        if num_forks:  # what these take is no part of the rows'; other sessions are taken to have as many
+            forward_s = max(forward_s - num_forks * num_sessions * self.verify.fork_s, forward_s / 2)
         more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
         if more_s > 0:
             self._beside(num_sessions).observe_session(more_s / (num_sessions - 1))

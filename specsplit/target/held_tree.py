@@ -144,6 +144,10 @@ class HeldTree:
         nodes = self._nodes.by_probability(within)
         return nodes, [paths[node] for node in nodes]
 
+    def log_probs(self, nodes: Sequence[int]) -> list[float]:
+        """Return the log-probabilities of the nodes' paths."""
+        return [self._nodes.path_log_probs[node] for node in nodes]
+
     def worth_verifying(self, ranked: Sequence[int], times: StepTimes, tokens_per_s: float) -> Sequence[int]:
         """Return those of the nodes, the likeliest first, that are worth their rows."""
         return self._nodes.worth_verifying(ranked, times, tokens_per_s)

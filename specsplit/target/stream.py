@@ -210,9 +210,11 @@ class TargetStream:
 
     def _next_tree(self) -> tuple[Proposal, list[int]]:
         """Return the nodes worth verifying now, and the client's numbers for them."""
+        return self._tree.proposal(self._chosen())
+
+    def _chosen(self) -> Sequence[int]:
         # Every prefix of the ranked nodes is a tree, so any number of them may be taken.
-        nodes, _ = self._held()
-        return self._tree.proposal(self._scheduler.choose(self._tree, nodes))
+        return self._scheduler.choose(self._tree, self._held()[0])
 
     def _held(self) -> tuple[list[int], list[float]]:
         """Return the nodes that may be verified at once, and their paths' log-probabilities, the likeliest first."""
@@ -266,7 +268,7 @@ class TargetStream:
             else:
                 left_s = 0.0
                 if client.is_more_coming:
-                    left_s = self._scheduler.wait_s(self._held()[1], waited_s, self._room)
+                    left_s = self._scheduler.wait_s(self._tree.log_probs(self._chosen()), waited_s, self._room)
                 if left_s < _LEAST_WAIT_S:
                     if is_vain:
                         self._scheduler.observe_vain_wait()

@@ -68,6 +68,13 @@ def test_each_further_branch_takes_its_time():
     )
 
 
+def test_the_branches_of_all_sessions_of_a_step_are_paid_for():
+    alone, many = costs(0.003), replace(costs(0.003), num_sessions=4)
+    free = replace(costs(0.0), num_sessions=4)
+    assert round_s("pingpong", 4, 2, many, num_forks=1) == pytest.approx(round_s("pingpong", 4, 2, free) + 0.012)
+    assert (alone.fork_s, many.fork_s) == (0.003, 0.012)
+
+
 def test_a_sibling_goes_only_with_what_is_worth_a_branch():
     tree = tree_of([-1, 0, 1, -1, 3, 4], [0.7, 0.9, 0.9, 0.2, 0.95, 0.9])
     ranked = tree.by_probability(range(6))
@@ -109,7 +116,10 @@ def test_what_branches_take_does_not_slow_the_rows():
     for _ in range(12):
         timings = Timings(device_ms=15.0, num_forwards=1, num_tokens=5, batch_size=1)
         worker.observe_round(timings, 0.016, 0.0, "tree", is_concurrent=False, num_forks=2)
+        worker.observe_verify(timings, None, is_concurrent=True, num_forks=2)
     assert worker.verify.seconds(5) == pytest.approx(before)
+    assert worker.verify_concurrent is not None
+    assert worker.verify_concurrent.seconds(5) == pytest.approx(before)
 
 
 def test_a_stream_verifies_a_branch_only_if_it_pays():

@@ -11,7 +11,7 @@ from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
 from specsplit.orchestrator.sources.speculator import Speculator, TreeSource
 from specsplit.orchestrator.target_client import TargetClient, renumbered
 from specsplit.speculation.round_plan import RoundPlan
-from specsplit.speculation.token_tree import ROOT_INDEX, SpeculationTree
+from specsplit.speculation.token_tree import ROOT_INDEX, SpeculationTree, num_forks
 from specsplit.telemetry import spans
 
 
@@ -98,7 +98,9 @@ class StreamSource(TreeSource):
         """Learn from a commit, and root the tree anew."""
         speculator, verdict = self._speculator, result.verdict
         if verdict.timings.num_tokens == 1 + len(verdict.verified):  # otherwise the step took in text as well
-            self._speculator.stats.times.observe_verify(verdict.timings, None, is_concurrent=self._is_concurrent)
+            forks = num_forks(result.speculation.proposal.parents)
+            times = speculator.stats.times
+            times.observe_verify(verdict.timings, None, is_concurrent=self._is_concurrent, num_forks=forks)
         speculator.waits.end_round(had_nodes=True)
         speculator.advance(result, is_streamed=True)
 
