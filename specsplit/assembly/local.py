@@ -27,13 +27,15 @@ async def local_workers(
     models: Models,
     *,
     side_by_side: bool = False,
-    measures: bool = False,
+    measures_target: bool = False,
+    measures_draft: bool = False,
     prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE,
 ) -> AsyncGenerator[Workers]:
     """Run an engine over each model for the length of the block.
 
     With `side_by_side` each engine has its own thread, so that the draft works while the target does; otherwise they
-    take turns on the event loop, which saves handing work over. `measures` times forwards first, as `auto` needs.
+    take turns on the event loop, which saves handing work over. `measures_target` and `measures_draft` time forwards
+    first, as `auto` needs.
     """
     from specsplit.draft.engine import DraftEngine
     from specsplit.target.engine import TargetEngine
@@ -48,7 +50,9 @@ async def local_workers(
     # Each request has a slot, but perhaps no memory for its rows: it waits until another one has ended.
     target.open_queue()
     try:
-        for engine in filter(None, (target, draft)):
+        for engine, measures in ((target, measures_target), (draft, measures_draft)):
+            if engine is None:
+                continue
             engine.reuse_prefixes(prefix_reuse)
             if measures:
                 await engine.measure()

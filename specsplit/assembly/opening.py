@@ -23,15 +23,18 @@ def open_workers(
     if models is None:
         return remote_workers(settings, note)
     chosen = settings.orchestrator
-    measures = chosen.mode == "auto" or (chosen.mode == "pingpong" and chosen.branching is None)
+    is_auto = chosen.mode == "auto"
+    # Ping-pong asks the target what a branch takes, unless the user has said how trees branch.
+    measures_target = is_auto or (chosen.mode == "pingpong" and chosen.branching is None)
     if isinstance(models, LoadedDraft):
-        return _with_remote_target(settings, models, note, measures=chosen.mode == "auto")
+        return _with_remote_target(settings, models, note, measures=is_auto)
     if settings.draft_address is not None:
-        return _with_remote_draft(settings, settings.draft_address, models, measures=measures)
+        return _with_remote_draft(settings, settings.draft_address, models, measures=measures_target)
     return local_workers(
         models,
         side_by_side=settings.runs_side_by_side,
-        measures=measures,
+        measures_target=measures_target,
+        measures_draft=is_auto,
         prefix_reuse=settings.target.prefix_reuse,
     )
 

@@ -66,11 +66,11 @@ class Probe:
                 # Each forward starts at row 0 again: what it writes is nobody's, and no length has to be set back.
                 yield SequenceInput(slot.index, 0, [0] * rows, None, rows, self.head_request)
                 times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
-            most = max(times)
-            # The text before it takes about as long as the forwards of the most rows that were measured.
-            fork_s = times[most] * (_FORK_BASE // most + 2 * _REPEATS)
-            has_time = has_trees and time.perf_counter() + fork_s < end_s
-            fork_s = (yield from self._measure_branch(slot.index, most)) if has_time else 0.0
+            most, fork_s = max(times), 0.0
+            # No forward of it takes longer than one of the most rows that were measured.
+            needed_s = times[most] * (_FORK_BASE // most + 2 * _REPEATS)
+            if has_trees and time.perf_counter() + needed_s < end_s:
+                fork_s = yield from self._measure_branch(slot.index, most)
         return tuple(sorted(times.items())), fork_s
 
     def _measure_branch(self, slot: int, most_rows: int) -> Generator[SequenceInput, Tensor, float]:

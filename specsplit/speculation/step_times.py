@@ -56,6 +56,11 @@ class RunningMedian(Generic[_Number]):
             self.value = sorted(self._recent)[(len(self._recent) - 1) // 2]
 
 
+def rows_s(seconds: float, forks_s: float) -> float:
+    """Return the part of a forward's seconds that its rows take, half of them at least; branches take `forks_s`."""
+    return max(seconds - forks_s, seconds / 2)
+
+
 class StepTimes:
     """Seconds of one forward by its rows: measured on a grid, non-decreasing, straight in between, corrected online.
 

@@ -20,7 +20,7 @@ from specsplit.speculation.constants import (
     STALE,
     STEPS_AWAY_SLACK,
 )
-from specsplit.speculation.step_times import RunningMedian, StepTimes
+from specsplit.speculation.step_times import RunningMedian, StepTimes, rows_s
 
 RoundCourse = Literal["plain", "tree", "behind tree"]
 """A round without nodes, one with nodes, and one without nodes right behind one with nodes."""
@@ -359,7 +359,7 @@ class WorkerTimes:
         if not curve.covers(rows):
             return
         if num_forks:  # what these take is no part of the rows'; other sessions are taken to have as many
-            forward_s = max(forward_s - num_forks * num_sessions * self.verify.fork_s, forward_s / 2)
+            forward_s = rows_s(forward_s, num_forks * num_sessions * self.verify.fork_s)
         more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
         if more_s > 0:
             self._beside(num_sessions).observe_session(more_s / (num_sessions - 1))

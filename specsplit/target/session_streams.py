@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from specsplit.core.errors import WorkerClosed
 from specsplit.core.types import Identity, StreamLimits, Turn
@@ -46,12 +45,12 @@ class SessionStreams:
                 if not keeps_slot and session not in self._sessions.pins:
                     await close(session)
 
-        own = replace(self.limits_of(turn, identity.step_times), fork_s=identity.fork_s)
+        own = self.limits_of(turn, identity.step_times, identity.fork_s)
         stream = TargetStream(verify, leave, turn, limits, own)
         self._sessions.pins.add(session, epoch)
         return stream
 
-    def limits_of(self, turn: Turn, step_times: Sequence[tuple[int, float]] = ()) -> TargetLimits:
+    def limits_of(self, turn: Turn, step_times: Sequence[tuple[int, float]] = (), fork_s: float = 0.0) -> TargetLimits:
         """Return what bounds a stream that begins with `turn`, and what is known for it."""
         is_greedy = turn.opening is not None and turn.opening.sampling.is_greedy
 
@@ -65,6 +64,7 @@ class SessionStreams:
             max_nodes=self._model.node_limit,
             max_silence_s=self._sessions.ttl_s,
             step_times=step_times,
+            fork_s=fork_s,
             is_wanted=lambda: len(self._admission) > 0,
             # Sessions come back during a step exactly where it leaves the event loop free.
             is_device_apart=self._work.scheduler.budget.expects_company,

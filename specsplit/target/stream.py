@@ -213,13 +213,10 @@ class TargetStream:
         return self._tree.proposal(self._chosen())
 
     def _chosen(self) -> Sequence[int]:
-        # Every prefix of the ranked nodes is a tree, so any number of them may be taken.
-        return self._scheduler.choose(self._tree, self._held()[0])
-
-    def _held(self) -> tuple[list[int], list[float]]:
-        """Return the nodes that may be verified at once, and their paths' log-probabilities, the likeliest first."""
-        nodes, paths = self._tree.ranked(min(self._bounds.max_depth, self._room))
-        return nodes[: self._bounds.max_nodes], paths[: self._bounds.max_nodes]
+        """Return the nodes that a step now would verify, the likeliest first."""
+        nodes, _ = self._tree.ranked(min(self._bounds.max_depth, self._room))
+        # Every prefix of them is a tree, so any number of them may be taken.
+        return self._scheduler.choose(self._tree, nodes[: self._bounds.max_nodes])
 
     @property
     def _room(self) -> int:

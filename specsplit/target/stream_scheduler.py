@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from specsplit.core.types import Timings
 from specsplit.speculation.constants import PACE_MEMORY, ROW_COST
-from specsplit.speculation.step_times import RunningMedian, StepTimes
+from specsplit.speculation.step_times import RunningMedian, StepTimes, rows_s
 from specsplit.target.held_tree import HeldTree
 
 
@@ -48,7 +48,7 @@ class StreamScheduler:
         """
         device_s = (timings.device_ms + timings.sampling_ms) / 1e3
         if num_forks and self._verify is not None:
-            device_s = max(device_s - num_forks * self._verify.fork_s, device_s / 2)
+            device_s = rows_s(device_s, num_forks * self._verify.fork_s)
         rows = max(timings.step_rows, timings.num_tokens)  # those of all sessions in the step: the time is theirs, too
         if timings.num_forwards == 1 and rows > 0 and device_s > 0:
             if self._verify is None:
@@ -112,8 +112,8 @@ class StreamScheduler:
     def wait_s(self, path_log_probs: Sequence[float], waited_s: float, room: float = math.inf) -> float:
         """Return how much longer to wait for nodes, `waited_s` after the last commit; 0 where a step now is better.
 
-        `path_log_probs` are of what is held, the likeliest first; `room` are the levels of nodes that the text has
-        room for.
+        `path_log_probs` are of the nodes that may go now, the likeliest first; `room` are the levels of nodes that the
+        text has room for.
         """
         if self._verify is None or not self._expected or room <= 0:
             return 0.0

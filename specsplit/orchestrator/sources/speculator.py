@@ -353,4 +353,5 @@ def _worth_verifying(tree: TokenTree, nodes: Sequence[int], times: WorkerTimes, 
         return list(nodes)
     # A further row makes all wait that share the step.
     ranked, rate = tree.by_probability(sorted(nodes)), num_sessions * tokens_per_s
-    return tree.depth_first(tree.worth_verifying(ranked, verify, rate, num_sessions))
+    chosen = tree.worth_verifying(ranked, verify, rate, num_sessions)
+    return list(nodes) if len(chosen) == len(nodes) else tree.depth_first(chosen)
