@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specsplit.core.exactness import Exactness
@@ -73,7 +72,7 @@ class Runner:
         self.context = context
         self._eager = eager
         self.backend: Backend = eager
-        self._cuda = cuda_backend(eager, cache, context) if self._is_cuda and eager.is_whole else None
+        self._cuda = cuda_backend(eager, cache, context)
         shapes = [(layer.group, layer.key_shape, layer.value_shape) for layer in eager.layers]
         limits = None if self._is_cuda else PathLimits.of(shapes, self.dtype.itemsize)
         # The explicit formula takes one session at a time; on a GPU nothing of this was ever run.
@@ -115,11 +114,22 @@ class Runner:
             torch.cuda.current_stream(self.device).synchronize()
         self.num_forwards += 1
         parts = [logits] if len(sequences) == 1 else logits.split([sequence.num_logits for sequence in ordered])
-        if self._cuda is not None and (found := self._cuda.found()) is not None:
-            _note_found(ordered, parts, found)
+        self._note_found(ordered, parts)
         if len(sequences) == 1:
             return [logits]
         return [part for _, part in sorted(zip(order, parts, strict=True), key=_PLACE)]
+
+    def _note_found(self, sequences: Sequence[SequenceInput], parts: Sequence[Tensor]) -> None:
+        """Keep at the logits of each sequence that asked for it what the last forward found in them."""
+        found = self._cuda.found() if self._cuda is not None else None
+        if found is None:
+            return
+        start = 0
+        for sequence, part in zip(sequences, parts, strict=True):
+            stop = start + len(part)
+            if isinstance(sequence.head_request, RowSearch):
+                note_found(part, found[start:stop])
+            start = stop
 
     def _over_vocabulary(self, logits: Tensor, kept_ids: Tensor) -> Tensor:
         """Return rows over the whole vocabulary: tokens that the head leaves out have -inf, as what was cut has."""
@@ -240,13 +250,3 @@ class Runner:
             num_logits = max(1, shape.num_tokens - 1)
             sequences.append(SequenceInput(slot, shape.first_row, token_ids, parents, num_logits=num_logits))
         return self._arguments(self._builder.build(sequences))
-
-
-def _note_found(sequences: Sequence[SequenceInput], parts: Sequence[Tensor], found: NDArray[np.int32]) -> None:
-    """Keep at the logits of each sequence that asked for it what was found in them."""
-    start = 0
-    for sequence, part in zip(sequences, parts, strict=True):
-        stop = start + len(part)
-        if isinstance(sequence.head_request, RowSearch):
-            note_found(part, found[start:stop])
-        start = stop

@@ -77,9 +77,17 @@ class DeviceStep:
     """Room for steps of up to `num_tokens` tokens; what is left of it is filled up with tokens that do nothing."""
 
     def __init__(
-        self, num_tokens: int, num_blocks: int, block_tokens: int, windows: Sequence[int], device: torch.device
+        self,
+        num_tokens: int,
+        num_blocks: int,
+        block_tokens: int,
+        windows: Sequence[int],
+        device: torch.device,
+        hidden: Tensor | None = None,
     ) -> None:
         self.num_tokens, self.num_blocks, self.block_tokens = num_tokens, num_blocks, block_tokens
+        self.hidden = hidden
+        """[1, T, H], room for hidden states that enter in the place of token ids; None where token ids enter."""
         self.attention_mask = torch.ones(1, num_tokens, dtype=torch.long, device=device)
         """[1, T]; without it transformers takes jumping positions for packed sequences, and adds a mask of its own."""
         self._windows = windows
@@ -96,8 +104,11 @@ class DeviceStep:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._arrays: StepLayout[NDArray[np.int64]] = StepLayout(*arrays)
 
-    def lay_out(self, sequences: Sequence[SequenceInput]) -> list[int]:
-        """Write a step of these sequences to the device; return the tokens whose logits are wanted."""
+    def lay_out(self, sequences: Sequence[SequenceInput], hidden: Tensor | None = None) -> list[int]:
+        """Write a step of these sequences to the device; return the tokens whose logits are wanted.
+
+        `hidden` [1, T, H] are the hidden states that enter; without them those of an earlier step do.
+        """
         if self._copied is not None:  # the last copy still reads what is written next, until it is done
             self._copied.synchronize()
         arrays = self._arrays
@@ -118,6 +129,9 @@ class DeviceStep:
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device.device))
+        if hidden is not None:
+            assert self.hidden is not None, "token ids enter"
+            self.hidden[:, : hidden.size(1)].copy_(hidden)
         return wanted
 
     def _add(self, sequence: SequenceInput, start: int, stop: int) -> None:

@@ -19,17 +19,17 @@ from specsplit.model.attention.slot_kernels import attend
 from specsplit.model.kv_cache import KVCache
 
 _PLACE = "specsplit_place"
-"""The attribute by which a layer's attention module knows its KernelAttention's number and its layer's index."""
+"""The attribute by which an attention module knows its KernelAttention's number and its place among the layers."""
 
 
 class KernelAttention:
     """The attention of one model over its slots; `step` is the layout of the forward that runs.
 
     The model's layers name their place by a tensor, so that the compiler sees one code for all of them, and neither
-    slots nor steps: it could only copy them.
+    slots nor steps: it could only copy them. Of a stage `layers` are those from the whole model's `first_layer` on.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[LayerSpec], cache: KVCache) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[LayerSpec], cache: KVCache, first_layer: int = 0) -> None:
         self._layers, self._cache = layers, cache
         self.step: DeviceStep | None = None
         number = next(_numbers)
@@ -37,7 +37,7 @@ class KernelAttention:
         for module in model.modules():
             layer = getattr(module, "layer_idx", None)
             if isinstance(layer, int):
-                setattr(module, _PLACE, torch.tensor([number, layer]))
+                setattr(module, _PLACE, torch.tensor([number, layer - first_layer]))
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
         """Return [1, T, query heads, D] for packed q, k, v [1, heads, T, D]; writes k and v into the slots."""

@@ -46,12 +46,12 @@ _TRIAL_TOKENS = 23
 class _Graph:
     step: DeviceStep
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
-    """[T, V], written by each replay."""
+    rows: Tensor
+    """Logits [T, V], or hidden states [T, H] without the head; written by each replay."""
 
 
 class CudaBackend:
-    """Computes a model's forwards on a GPU, with attention in kernels that read the slots in place."""
+    """Computes a model's forwards, or a stage's, on a GPU, with attention in kernels that read the slots in place."""
 
     def __init__(self, eager: EagerBackend, attention: KernelAttention, context: int, windows: Sequence[int]) -> None:
         self._eager, self._attention, self._context, self._windows = eager, attention, context, windows
@@ -68,23 +68,29 @@ class CudaBackend:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def forward(self, sequences: Sequence[SequenceInput]) -> Tensor | None:
-        """Return the logits [R, V] wanted, float32; None for a step that the kernels do not serve."""
+    def forward(self, sequences: Sequence[SequenceInput], hidden: Tensor | None = None) -> Tensor | None:
+        """Return the logits [R, V] wanted, float32; None for a step that the kernels do not serve.
+
+        A stage without the embedding takes `hidden` [1, T, H]; one without the head returns those [T, H] of all tokens.
+        """
         self._searched = []
         if not fits(sequences):
             return None
         count = sum([len(sequence.token_ids) for sequence in sequences])
         size = next((size for size in GRAPH_TOKENS if size >= count), -(-count // _MULTIPLE) * _MULTIPLE)
         found = self._graphs.get(size)
+        dtype = torch.float32 if self._eager.has_head else self._eager.model.dtype
         with _chosen(self._device):
+            step = self._step(size, len(sequences)) if found is None else found.step
+            wanted = step.lay_out(sequences, hidden)
+            if not self._eager.has_head:
+                wanted = list(range(count))
             if found is None:
-                step = self._step(size, len(sequences))
-                return self._forward(step, _indices(step.lay_out(sequences), self._device)).float()
-            wanted = found.step.lay_out(sequences)
+                return self._forward(step, _indices(wanted, self._device)).to(dtype)
             found.graph.replay()
             if self._searcher is not None and any(isinstance(each.head_request, RowSearch) for each in sequences):
                 self._searched = wanted
-            return _rows(found.logits, wanted)
+            return _rows(found.rows, wanted, dtype)
 
     def found(self) -> NDArray[np.int32] | None:
         """Return what the last forward found in its rows [R, WIDTH], once the device is done; None if it did not look.
@@ -104,12 +110,14 @@ class CudaBackend:
             num_blocks = -(-num_tokens // block_tokens) + -(-num_sequences // _MULTIPLE) * _MULTIPLE
         key = (num_tokens, num_blocks)
         if key not in self._steps:
-            self._steps[key] = DeviceStep(num_tokens, num_blocks, block_tokens, self._windows, self._device)
+            # What enters before any hidden states do has to be finite, and not all alike: a trial compares what leaves.
+            hidden = self._eager.random_hidden(num_tokens)
+            self._steps[key] = DeviceStep(num_tokens, num_blocks, block_tokens, self._windows, self._device, hidden)
         return self._steps[key]
 
     @torch.inference_mode()
     def trial(self) -> Tensor:
-        """Return the logits [R, V] of a text that is computed layer by layer.
+        """Return the logits [R, V], or hidden states [R, H], of a text that is computed layer by layer.
 
         Raises:
             Exception: whatever Triton raises on a device that it does not serve.
@@ -137,7 +145,7 @@ class CudaBackend:
                 for size in reversed(GRAPH_TOKENS):
                     graphs[size] = self._captured(size, pool, beside)
                     if not self._reproduces(graphs[size]):
-                        raise ValueError(f"the graph of {size} tokens gives other logits")
+                        raise ValueError(f"the graph of {size} tokens gives something else")
         except Exception as error:  # noqa: BLE001 - whatever capturing trips over, the model itself still runs
             logger.warning("The model runs without CUDA graphs: %s.", said(error))
             self._searcher = None
@@ -158,7 +166,9 @@ class CudaBackend:
         part_again(places)
 
     def _tried_searcher(self) -> RowSearcher | None:
-        """Return what finds the best tokens of the rows of a graph; None if it fails, or misses one."""
+        """Return what finds the best tokens of the rows of a graph; None if it fails, misses one, or rows are none."""
+        if not self._eager.has_head:
+            return None
         try:
             from specsplit.sampling.search_kernels import RowSearcher, finds_the_best
 
@@ -182,25 +192,25 @@ class CudaBackend:
         graph = torch.cuda.CUDAGraph()
         # Another model of the process may be at work meanwhile, in its own thread.
         with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):  # type: ignore[arg-type]
-            logits = self._forward_and_search(step)
-        return _Graph(step, graph, logits)
+            rows = self._forward_and_search(step)
+        return _Graph(step, graph, rows)
 
     def _forward_and_search(self, step: DeviceStep) -> Tensor:
-        logits = self._forward(step, None)
+        rows = self._forward(step, None)
         if self._searcher is not None:
-            self._searcher.search(logits, step.layout.searches, step.layout.position_ids[0])
-        return logits
+            self._searcher.search(rows, step.layout.searches, step.layout.position_ids[0])
+        return rows
 
     def _reproduces(self, found: _Graph) -> bool:
-        """Return whether a random tree has the same logits in the graph and without it."""
+        """Return whether a random tree has the same rows in the graph and without it."""
         count = min(found.step.num_tokens, self._context)
         parents = [(row - 1) // 2 if row else -1 for row in range(count)]
         sequences = [SequenceInput(0, 0, self._random_ids(count), parents, count, RowSearch())]
         truth = self._forward(found.step, _indices(found.step.lay_out(sequences), self._device))
-        found.logits.fill_(torch.nan)  # a graph that leaves its logits elsewhere shows
+        found.rows.fill_(torch.nan)  # a graph that leaves its rows elsewhere shows
         wanted = found.step.lay_out(sequences)
         found.graph.replay()
-        ours = _rows(found.logits, wanted)
+        ours = _rows(found.rows, wanted, torch.float32)
         if self._searcher is not None:
             torch.cuda.synchronize(self._device)
             if Found(self._searcher.found(wanted)).greedy(1) != list(best_of_rows(ours, 1)):
@@ -211,7 +221,12 @@ class CudaBackend:
 
 
 def cuda_backend(eager: EagerBackend, cache: KVCache, context: int) -> CudaBackend | None:
-    """Return the backend of a model on a GPU; None if Triton does not serve it, or a mask is no window."""
+    """Return the backend of a model, or of a stage with layers, on a GPU; None elsewhere.
+
+    It is None, too, if Triton does not serve the model, or a mask is no window.
+    """
+    if eager.model.device.type != "cuda" or not eager.layers:
+        return None
     try:
         from specsplit.model.attention.kernel_attention import KernelAttention
     except ImportError:
@@ -219,9 +234,10 @@ def cuda_backend(eager: EagerBackend, cache: KVCache, context: int) -> CudaBacke
         return None
     windows = [window_of(mask, cache.capacity) for mask in eager.masks]
     known = [window for window in windows if window is not None]
-    if len(known) < len(windows) or not eager.layers:
+    if len(known) < len(windows):
         return None
-    backend = CudaBackend(eager, KernelAttention(eager.model, eager.layers, cache), context, known)
+    attention = KernelAttention(eager.model, eager.layers, cache, eager.first_layer)
+    backend = CudaBackend(eager, attention, context, known)
     try:
         backend.trial()
     except Exception as error:  # noqa: BLE001 - no compiler, an old device: torch's own attention serves them
@@ -234,12 +250,12 @@ def _no_searcher(reason: str) -> None:
     logger.warning("The GPU does not look for the best tokens by itself: %s.", reason)
 
 
-def _rows(logits: Tensor, wanted: Sequence[int]) -> Tensor:
-    """Return a copy of these rows, float32: the next replay overwrites all of them."""
+def _rows(rows: Tensor, wanted: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a copy of the wanted rows, in a number format: the next replay overwrites all of them."""
     first, count = wanted[0] if wanted else 0, len(wanted)
     if not wanted or wanted[-1] - first == count - 1:
-        return logits[first : first + count].to(torch.float32, copy=True)
-    return logits.index_select(0, _indices(wanted, logits.device)).float()
+        return rows[first : first + count].to(dtype, copy=True)
+    return rows.index_select(0, _indices(wanted, rows.device)).to(dtype)
 
 
 def _chosen(device: torch.device) -> AbstractContextManager[object]:

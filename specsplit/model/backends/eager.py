@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 class EagerBackend:
     """Calls the model itself: the truth for a recording, and its replacement where none reproduces the model."""
 
-    is_whole = True
-    """Whether it goes from token ids to logits."""
+    first_layer = 0
+    """Layers of the whole model before the first one here."""
+    has_head = True
+    """Whether logits leave, and not hidden states."""
 
     def __init__(self, model: PreTrainedModel, probed: ProbeResult, kept_ids: Sequence[int] | None = None) -> None:
         self.model = model
@@ -60,13 +62,13 @@ class EagerBackend:
         """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded.
 
         Raises:
-            InvalidRequest: there is no such forward, as for a stage, or where Triton does not compute the attention.
+            InvalidRequest: there is no such forward, where Triton does not compute the attention.
             OutOfMemory, ModelUnsupported.
         """
         from specsplit.model.backends.rounded_layers import round_linears  # a GPU's, of no use elsewhere
 
         if forward is None:
-            words = f"On a GPU --dtype {form} is for whole models whose attention Triton computes; leave it out."
+            words = f"On a GPU --dtype {form} is for models whose attention Triton computes; leave it out."
             raise InvalidRequest(words, param="dtype")
         self.rounded = round_linears(self.model, forward, Rounding(form, self.model), form)
 
@@ -85,8 +87,15 @@ class EagerBackend:
             ).logits[0]
         return _delivered(logits, memory[-1])
 
+    def random_hidden(self, num_tokens: int) -> Tensor | None:
+        """Return hidden states [1, T, H] that may enter; None where token ids do."""
+        return None
+
     def forward_step(self, step: DeviceStep, attention: LayerAttention, logit_rows: Tensor | None) -> Tensor:
-        """Return logits [R, V] of a step that is laid out on a GPU; of all its tokens if no rows are named."""
+        """Return logits [R, V] of a step that is laid out on a GPU; of all its tokens if no rows are named.
+
+        Without the head it returns hidden states [R, H].
+        """
         return self.model(
             input_ids=step.layout.token_ids,
             position_ids=step.layout.position_ids,
@@ -96,16 +105,14 @@ class EagerBackend:
             layer_attention=attention,
         ).logits[0]
 
-    def _attention(
-        self, spans: Tensor, tables: Tensor, memory: Sequence[Tensor], num_before: int = 0
-    ) -> LayerAttention:
-        """Return the attention of one forward; `num_before` layers of the model come before the first one here."""
+    def _attention(self, spans: Tensor, tables: Tensor, memory: Sequence[Tensor]) -> LayerAttention:
+        """Return the attention of one forward."""
         num_masks, num_layers = len(self.masks), len(self.layers)
         biases, keys, values = memory[:num_masks], memory[num_masks:][:num_layers], memory[num_masks + num_layers :]
 
         # Attention modules name their layer of the whole model; the layers before the first one here are never used.
         def shifted(items: Sequence[Any]) -> list[Any]:
-            return [*list(items[:1]) * num_before, *items]
+            return [*list(items[:1]) * self.first_layer, *items]
 
         return SlotAttention(shifted(self.layers), shifted(keys), shifted(values), (spans, tables), biases)
 

@@ -88,8 +88,8 @@ def load_chain_model(
 ) -> ChainModel:
     """Read a model's config and tokenizer, and hash its weight files, if they are here.
 
-    Arguments are those of `loader.load_model`. Unless `is_computing`, no layer or end is on this machine, and how its
-    processor would compute rounded weights decides nothing.
+    Arguments are those of `loader.load_model`. Unless `is_computing`, this machine's processor has no layer or end, and
+    how it would compute rounded weights decides nothing.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, InvalidRequest.
