@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import SERVED_SESSIONS, EndsAt
-from specsplit.core.errors import InvalidRequest, InvalidSettings, ModelDamaged
+from specsplit.core.errors import InvalidSettings, ModelDamaged
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import public_name
-from specsplit.model.weight_format import weight_format
 from specsplit.stages.memory import stage_share, total_bytes
 from specsplit.stages.ranges import even_ranges
 
@@ -48,7 +47,6 @@ def load_stage(settings: StageSettings) -> LoadedShard:
         InvalidSettings: the model has no such layers.
     """
     check_device(settings.device)
-    _check_dtype(settings)
     require_worker_extra()
     from specsplit.stages.shard.loader import ShardOptions
 
@@ -66,13 +64,6 @@ def load_stage(settings: StageSettings) -> LoadedShard:
         ),
     )
     return replace(shard, name=public_name(settings.model), threads=settings.threads or _fastest_threads(shard.runner))
-
-
-def _check_dtype(settings: StageSettings | TargetSettings) -> None:
-    """Refuse weights that a GPU rounds in whole models only; raises InvalidRequest."""
-    if settings.device != "cpu" and weight_format(settings.dtype) is not None:
-        words = f"On a GPU --dtype {settings.dtype} is for whole models, not for parts of one; leave it out."
-        raise InvalidRequest(words, param="dtype")
 
 
 def _fastest_threads(runner: ShardRunner) -> int | None:
@@ -95,8 +86,8 @@ def _load_layers(source: str, spec: ShardSpec, options: ShardOptions) -> LoadedS
     from specsplit.stages.shard.loader import load_shard
 
     shard = load_shard(source, spec, options)
-    if shard.runner.device.type == "cuda":
-        _log.warning("Layers of a cut model are slow on a GPU: only a whole model has fast attention and graphs there.")
+    if shard.runner.device.type == "cuda" and not shard.runner.is_recorded:
+        _log.warning("Layers %d:%d are slow on the GPU: they run without graphs.", spec.start, spec.end)
     return shard
 
 
@@ -148,8 +139,6 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         InvalidSettings: more stages than layers, or a setting that a chain lacks.
     """
     is_computing = settings.local_stages is not None or settings.layers is not None or settings.ends == "coordinator"
-    if is_computing:
-        _check_dtype(settings)
     require_worker_extra()
     from specsplit.model.source import model_folder, resolve
     from specsplit.stages.chain.coordinator_ends import CoordinatorEnds
@@ -167,8 +156,10 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
         dtype=dtype,
         context=settings.context,
         max_sessions=settings.sessions or SERVED_SESSIONS,
-        is_computing=is_computing,
+        is_computing=is_computing and settings.device == "cpu",
     )
+    if is_computing and model.dtype is None:  # a GPU computes rounded weights in what it would compute without them
+        model = model.settled(_default_dtype(settings))
     if model.tokenizer is None:
         raise ModelDamaged(f"{model.name} has no tokenizer files, which others need; add its tokenizer.json.")
     model = replace(model, name=settings.served_name or public_name(settings.model))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from specsplit.core.errors import InvalidRequest, ModelNotFound
+from specsplit.core.errors import DeviceUnavailable
 from specsplit.core.sections import StageSettings, TargetSettings
 from specsplit.model.runner import Runner
 from specsplit.stages import loading, local
@@ -21,42 +21,56 @@ from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.torch_threads import threads
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_layers_on_a_gpu_are_said_to_be_slow(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("device", "has_graphs"), [("cpu", False), ("cuda", True), ("cuda", False)])
+def test_layers_on_a_gpu_without_graphs_are_said_to_be_slow(
+    device: str, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = str(save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1))
     load_shard = loader.load_shard
 
     def load_there(*arguments: Any) -> LoadedShard:
-        runner = cast(Runner, SimpleNamespace(device=torch.device(device)))
+        runner = cast(Runner, SimpleNamespace(device=torch.device(device), is_recorded=has_graphs))
         return replace(load_shard(*arguments), runner=runner)
 
     monkeypatch.setattr(loader, "load_shard", load_there)
     load_stage(StageSettings(model=folder, layers="1:3", threads=1))
     load_coordinator(TargetSettings(model=folder, layers="0:1", stages=("host:7102",), threads=1))
     warnings = [record.getMessage() for record in caplog.records if record.name == "specsplit.stages.loading"]
-    assert len(warnings) == (2 if device == "cuda" else 0)
-    assert all("slow on a GPU" in warning for warning in warnings)
+    slow = ["Layers 1:3 are slow on the GPU: they run without graphs.", "Layers 0:1 are slow on the GPU: they run"]
+    assert len(warnings) == (2 if device == "cuda" and not has_graphs else 0)
+    assert all(warning.startswith(start) for warning, start in zip(warnings, slow, strict=False))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_rounded_weights_on_a_gpu_are_refused_before_any_load(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no such model, so a load would say that; and check_device knows of no CUDA."""
+@pytest.fixture
+def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch know a GPU without products of bf16, which nothing may compute on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(loading, "check_device", lambda device: None)
-    common: dict[str, Any] = {"model": "/nowhere", "dtype": dtype, "device": "cuda"}
-    computing: list[dict[str, Any]] = [
-        {"stages": ("a:1",), "ends": "coordinator"},
-        {"stages": ("a:1",), "layers": "0:1"},
-        {"local_stages": 2},
-    ]
-    for changes in computing:
-        with pytest.raises(InvalidRequest, match=f"On a GPU --dtype {dtype} is for whole models"):
-            load_coordinator(TargetSettings(**changes, **common))
-    with pytest.raises(InvalidRequest, match=f"On a GPU --dtype {dtype} is for whole models"):
+
+
+@pytest.mark.usefixtures("_old_gpu")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_gpu_without_rounded_products_is_refused_before_any_weight_is_read(dtype: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1)
+    (folder / "model.safetensors").write_bytes(b"")
+    common: dict[str, Any] = {"model": str(folder), "dtype": dtype, "device": "cuda", "context": 64}
+    with pytest.raises(DeviceUnavailable, match=f"no products with {dtype} weights"):
         load_stage(StageSettings(layers="0:1", **common))
-    with pytest.raises(ModelNotFound):  # a coordinator that computes nothing
-        load_coordinator(TargetSettings(stages=("a:1",), **common))
+
+
+@pytest.mark.usefixtures("_old_gpu")
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_local_stages_with_rounded_weights_on_a_gpu_compute_in_the_dtype_stored(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
+    """A CPU without products of it would compute in fp32, and what it has decides nothing here."""
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, dtype=stored)
+    settings = TargetSettings(model=str(folder), local_stages=2, dtype="int8", device="cuda", context=64)
+    coordinator = load_coordinator(settings)
+    assert (coordinator.model.dtype, coordinator.model.weight_format) == (stored, "int8")
+    assert coordinator.expected.hidden_dtype == ("fp32" if stored == torch.float32 else "fp16")
 
 
 @pytest.mark.parametrize("layers", ["0:1", "1:2", "2:3"])
