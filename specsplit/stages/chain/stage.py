@@ -7,6 +7,7 @@ follows and how a lost row is computed again. With ends = coordinator it never s
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +21,14 @@ from specsplit.engine.executor import Executor
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import dtype_name
+from specsplit.sampling.row_search import RowSearch, search_of
 from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, wanted_rows
 from specsplit.stages.chain.loop_share import LoopShare
 from specsplit.stages.chain.packet_check import check_packet, check_slot, not_finite
 from specsplit.stages.chain.slot_transfer import export_slot, import_slot, slot_bytes
 from specsplit.stages.chain.stage_slot import StageSlot, emptied_slot
 from specsplit.stages.identity import StageIdentity
-from specsplit.stages.packet import COORDINATOR, Packet, PacketSession
+from specsplit.stages.packet import COORDINATOR, HeadRequest, Packet, PacketSession
 from specsplit.stages.ports import StageStatistics
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.shard.payload import from_payload, payload_type, to_payload
@@ -162,12 +164,13 @@ class StageEngine:
             self.statistics.num_behind += 1
             raise StageBehind(have)
         try:
-            rows = self.shard.runner.rows([self._entry(session) for session in packet.sessions], hidden)
+            entries = [self._entry(session) for session in packet.sessions]
+            rows = self.shard.runner.rows(entries, hidden)
         except InvalidRequest as error:  # nothing else is left to refuse behind `check_packet`
             raise not_finite(f"Stage {packet.stage_from}", self.shard) from error
         for session in packet.sessions:
             self._slots[session.slot].write(session, packet.request_id)
-        following = self._following(packet, rows)
+        following = self._following(packet, entries, rows)
         self._worker.scheduler.health.has_succeeded = True  # no batch of its own, so the scheduler cannot tell
         self.statistics.add(packet.num_tokens, len(packet.sessions), time.perf_counter() - began_s)
         if spans.is_on:
@@ -196,16 +199,27 @@ class StageEngine:
 
     def _entry(self, session: PacketSession) -> SequenceInput:
         token_ids = session.token_ids if self.shard.spec.has_embedding else [0] * session.num_tokens
-        return SequenceInput(session.slot, session.start, token_ids, session.parents, session.num_logits)
+        search = self._search(session.head_request) if self.shard.spec.has_head else None
+        return SequenceInput(session.slot, session.start, token_ids, session.parents, session.num_logits, search)
 
-    def _following(self, packet: Packet, rows: Tensor) -> Packet:
+    def _search(self, request: HeadRequest | None) -> RowSearch | None:
+        """Return what a GPU looks for in a session's rows as it computes them, as a sampler's own engine asks it to."""
+        if self.shard.runner.device.type == "cpu" or request is None or request.scored:
+            return None
+        return search_of(request.params.sampling, request.params.seed, request.params.choice)
+
+    def _following(self, packet: Packet, entries: Sequence[SequenceInput], rows: Tensor) -> Packet:
         """Return the packet for the next stage with the hidden states of all rows; from the last one, the answer."""
         to, sessions = self.index + 1, packet.sessions
         sent: Tensor | None = rows
         if to == self.num_stages:
             to = COORDINATOR
             has_head = self.shard.spec.has_head
-            sessions = self._answers(packet, rows) if has_head else tuple(map(empty_answer, sessions))
+            sessions = (
+                self._answers(packet, self.shard.runner.split(entries, rows))
+                if has_head
+                else tuple(map(empty_answer, sessions))
+            )
             sent = None if has_head else rows[wanted_rows(packet)]
         return Packet(
             request_id=packet.request_id,
@@ -220,11 +234,10 @@ class StageEngine:
             traces=packet.traces if to != COORDINATOR else (),
         )
 
-    def _answers(self, packet: Packet, logits: Tensor) -> tuple[PacketSession, ...]:
+    def _answers(self, packet: Packet, rows: Sequence[Tensor]) -> tuple[PacketSession, ...]:
         vocab_size, device = self.shard.vocab_size, self.shard.runner.device
-        answers, sessions = list[PacketSession](), packet.sessions
-        rows = [logits] if len(sessions) == 1 else logits.split([session.num_logits for session in sessions])
-        for session, session_rows in zip(sessions, rows, strict=True):
+        answers = list[PacketSession]()
+        for session, session_rows in zip(packet.sessions, rows, strict=True):
             answer, slot, request = empty_answer(session), self._slots[session.slot], session.head_request
             if request is not None and request.scored:
                 answer = replace(answer, log_probs=log_probs_of(request, session_rows))
