@@ -135,7 +135,7 @@ def _compute(settings: TargetSettings, coordinator: Coordinator, entry: Sequence
     # Some layers return tuples; the hidden states come first.
     def note(layer: Any, args: Any, output: Any) -> None:
         rows: Any = cast("tuple[Any, ...]", output)[0] if isinstance(output, tuple) else output
-        hidden.append(rows.detach()[0].float().cpu())
+        hidden.append(rows.detach()[0, : len(entry.token_ids)].float().cpu())  # a GPU fills its steps up
 
     for layer in layers:
         layer.register_forward_hook(note)
