@@ -86,9 +86,13 @@ class Runner:
         return self.device.type == "cuda"
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether steps of a few tokens replay a CUDA graph."""
+        return self._cuda is not None and self._cuda.num_graphs > 0
+
+    @property
     def is_recorded(self) -> bool:
-        has_graphs = self._cuda is not None and self._cuda.num_graphs > 0
-        return has_graphs or isinstance(self.backend, RecordedCpuBackend)
+        return self.has_graphs or isinstance(self.backend, RecordedCpuBackend)
 
     def begin(self, sequences: Sequence[SequenceInput]) -> PendingForward:
         """Begin a forward that is computed elsewhere."""

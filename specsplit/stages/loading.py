@@ -86,7 +86,7 @@ def _load_layers(source: str, spec: ShardSpec, options: ShardOptions) -> LoadedS
     from specsplit.stages.shard.loader import load_shard
 
     shard = load_shard(source, spec, options)
-    if shard.runner.device.type == "cuda" and not shard.runner.is_recorded:
+    if shard.runner.device.type == "cuda" and not shard.runner.has_graphs:
         _log.warning("Layers %d:%d are slow on the GPU: they run without graphs.", spec.start, spec.end)
     return shard
 

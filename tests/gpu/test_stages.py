@@ -40,7 +40,7 @@ def test_a_chain_is_the_whole_model(family: str, tmp_path: Path) -> None:
     truth = [logits for logits, _ in rounds(Whole(whole, layers))]
     for bounds, ends in CUTS:
         chain = Chain.load(folder, 3, bounds, ends=ends, device="cuda")
-        assert all(stage.runner.is_recorded for stage in chain.stages)
+        assert all(stage.runner.has_graphs for stage in chain.stages)
         for (logits, boundaries), expected, (_, hidden) in zip(rounds(chain), truth, on_cpu, strict=True):
             assert near(torch.cat(logits), torch.cat(expected))
             assert torch.equal(torch.cat(logits).argmax(-1), torch.cat(expected).argmax(-1))
@@ -76,7 +76,7 @@ def test_stages_with_rounded_weights_are_the_whole_model(
     folder = saved("llama", tmp_path)
     whole = load_model(str(folder), role="target", max_sessions=3, device="cuda", dtype=form)
     chain = Chain.load(folder, 3, bounds, ends=ends, device="cuda", dtype=form)
-    assert all(stage.dtype == form and stage.runner.is_recorded for stage in chain.stages)
+    assert all(stage.dtype == form and stage.runner.has_graphs for stage in chain.stages)
     step = [SequenceInput(slot, 0, ids(9, slot), num_logits=9) for slot in range(3)]
     ours, truth = torch.cat(chain.forward(step)), torch.cat(whole.runner.forward(step))
     # Rows are in bf16 for each product, and one whose last bit differs before it may round to another one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from specsplit.model.backends.compiled_layers import compile_layers, gives_the_same, layer_calls
 from specsplit.model.backends.joined_linears import join_linears, part_again
-from tests.support.model_zoo import FAMILIES, build_model
+from specsplit.stages.shard.loader import ShardOptions, ShardSpec, hidden_entry, load_shard
+from tests.support.model_zoo import FAMILIES, build_model, save_model
+from tests.support.packs import take_packs_away
 
 IDS = torch.tensor([[5, 9, 7, 3]])
 
@@ -128,3 +131,20 @@ def test_layers_that_give_the_same_stay_compiled(monkeypatch: pytest.MonkeyPatch
     before = counting.num_calls
     forward()
     assert counting.num_calls == before + model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("spec", [ShardSpec(0, 2), ShardSpec(1, 2), ShardSpec(1, 3)])
+def test_hidden_states_enter_and_leave_a_stage_whose_layers_are_compiled(
+    spec: ShardSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_packs_away(monkeypatch)  # the compiler cannot look into products with packs
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    runner = load_shard(str(folder), spec, ShardOptions(context=64, threads=1, record=False)).runner
+    one, other = torch.randn(2, 4, runner.hidden_size, generator=torch.Generator().manual_seed(1))
+    entry, counting = hidden_entry(0, 0, 4), Counting()
+    truth = runner.rows([entry], other)
+    compile_by(counting, monkeypatch)
+    assert compile_layers(runner.model, lambda: runner.rows([entry], one))
+    before = counting.num_calls
+    assert torch.allclose(runner.rows([entry], other), truth, atol=1e-5)
+    assert counting.num_calls > before

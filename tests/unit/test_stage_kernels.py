@@ -21,7 +21,7 @@ from specsplit.model.backends.cuda_graph import CudaBackend
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import load_model
-from tests.support.model_zoo import RARE, save_model
+from tests.support.model_zoo import save_model
 from tests.support.packs import take_packs_away
 from tests.support.stage_models import Chain, Whole, ids, largest_difference
 from tests.unit.test_shard import LAYER_LISTS, MODELS, rounds
@@ -60,6 +60,9 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Let what is loaded from then on compute as on a GPU."""
     pytest.importorskip("triton")
+    from specsplit.model.attention import slot_kernels
+
+    monkeypatch.setattr(slot_kernels, "num_parts_of", lambda num_heads, num_tokens: 2)  # the interpreter is slow
     take_packs_away(monkeypatch)  # a packed model has no weights of its own
     kernels = Kernels()
     monkeypatch.setattr(runners, "cuda_backend", kernels.backend)
@@ -74,13 +77,13 @@ def whole_of(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> Whol
     return Whole(runner, LAYER_LISTS.get(family, "model.layers"))
 
 
-@pytest.mark.parametrize("family", [family for family in MODELS if family not in RARE or family == "stablelm"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt-oss", "stablelm"])
 def test_stages_on_kernels_are_the_whole_model(
     family: str, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_model(tmp_path / family, MODELS[family](), seed=1, with_tokenizer=False)
     truth = rounds(whole_of(folder, family, monkeypatch))
-    cuts: list[tuple[list[int], str]] = [([1], "stages"), ([1, 2], "stages"), ([2], "coordinator")]
+    cuts: list[tuple[list[int], str]] = [([1, 2], "stages"), ([2], "coordinator")]
     for bounds, ends in cuts:
         chain = Chain.load(folder, 3, bounds, ends=ends, record=False)
         kernels.num_served = kernels.num_refused = 0
@@ -93,7 +96,7 @@ def test_stages_on_kernels_are_the_whole_model(
             assert largest_difference(torch.cat(logits), torch.cat(expected)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("count", [63, 64, 65, 150])
+@pytest.mark.parametrize("count", [64, 65, 150])
 def test_a_step_beyond_the_sizes_of_graphs_is_served(
     count: int, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ def test_layers_on_a_gpu_without_graphs_are_said_to_be_slow(
     load_shard = loader.load_shard
 
     def load_there(*arguments: Any) -> LoadedShard:
-        runner = cast(Runner, SimpleNamespace(device=torch.device(device), is_recorded=has_graphs))
+        runner = cast(Runner, SimpleNamespace(device=torch.device(device), has_graphs=has_graphs))
         return replace(load_shard(*arguments), runner=runner)
 
     monkeypatch.setattr(loader, "load_shard", load_there)
@@ -52,12 +52,13 @@ def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_old_gpu")
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_gpu_without_rounded_products_is_refused_before_any_weight_is_read(dtype: str, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1)
-    (folder / "model.safetensors").write_bytes(b"")
-    common: dict[str, Any] = {"model": str(folder), "dtype": dtype, "device": "cuda", "context": 64}
+def test_a_gpu_without_rounded_products_is_refused_before_any_weight_is_read(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1))
+    monkeypatch.setattr(loader, "load_shard_weights", lambda *arguments: pytest.fail("weights were read"))
     with pytest.raises(DeviceUnavailable, match=f"no products with {dtype} weights"):
-        load_stage(StageSettings(layers="0:1", **common))
+        load_stage(StageSettings(model=folder, layers="0:1", dtype=dtype, device="cuda", context=64))
 
 
 @pytest.mark.usefixtures("_old_gpu")
