@@ -52,7 +52,7 @@ def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_old_gpu")
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_gpu_without_rounded_products_is_refused_before_any_weight_is_read(
+def test_a_gpu_without_rounded_products_is_refused_before_a_read(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1))
@@ -63,9 +63,7 @@ def test_a_gpu_without_rounded_products_is_refused_before_any_weight_is_read(
 
 @pytest.mark.usefixtures("_old_gpu")
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
-def test_local_stages_with_rounded_weights_on_a_gpu_compute_in_the_dtype_stored(
-    stored: torch.dtype, tmp_path: Path
-) -> None:
+def test_local_stages_of_a_gpu_compute_in_the_dtype_stored(stored: torch.dtype, tmp_path: Path) -> None:
     """A CPU without products of it would compute in fp32, and what it has decides nothing here."""
     folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, dtype=stored)
     settings = TargetSettings(model=str(folder), local_stages=2, dtype="int8", device="cuda", context=64)

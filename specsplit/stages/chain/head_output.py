@@ -16,6 +16,7 @@ from specsplit.core.types import TokenLogProb
 from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.pick import NOT_A_NUMBER
 from specsplit.sampling.processors import bias_row
+from specsplit.sampling.row_search import RowSearch, search_of
 from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.verify import walk
 from specsplit.stages.packet import HeadRequest, Packet, PacketSession
@@ -47,6 +48,16 @@ def picks_of(
     if sampler.params.top_logprobs is None or NOT_A_NUMBER in picks:
         return tuple(picks), ()
     return tuple(picks), sampler.log_probs(logits, *walk(tree, nodes, picks))
+
+
+def search_for(request: HeadRequest | None, device: torch.device) -> RowSearch | None:
+    """Return what a GPU looks for in a session's rows as it computes them, as an engine asks it for its own sessions'.
+
+    None on a CPU, and where no picks are wanted.
+    """
+    if device.type == "cpu" or request is None or request.scored:
+        return None
+    return search_of(request.params.sampling, request.params.seed, request.params.choice)
 
 
 def log_probs_of(request: HeadRequest, logits: Tensor) -> tuple[TokenLogProb, ...]:

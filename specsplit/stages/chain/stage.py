@@ -21,14 +21,13 @@ from specsplit.engine.executor import Executor
 from specsplit.engine.scheduler import WorkQueue
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import dtype_name
-from specsplit.sampling.row_search import RowSearch, search_of
-from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, wanted_rows
+from specsplit.stages.chain.head_output import empty_answer, log_probs_of, picks_of, search_for, wanted_rows
 from specsplit.stages.chain.loop_share import LoopShare
 from specsplit.stages.chain.packet_check import check_packet, check_slot, not_finite
 from specsplit.stages.chain.slot_transfer import export_slot, import_slot, slot_bytes
 from specsplit.stages.chain.stage_slot import StageSlot, emptied_slot
 from specsplit.stages.identity import StageIdentity
-from specsplit.stages.packet import COORDINATOR, HeadRequest, Packet, PacketSession
+from specsplit.stages.packet import COORDINATOR, Packet, PacketSession
 from specsplit.stages.ports import StageStatistics
 from specsplit.stages.shard.loader import LoadedShard
 from specsplit.stages.shard.payload import from_payload, payload_type, to_payload
@@ -174,22 +173,8 @@ class StageEngine:
         self._worker.scheduler.health.has_succeeded = True  # no batch of its own, so the scheduler cannot tell
         self.statistics.add(packet.num_tokens, len(packet.sessions), time.perf_counter() - began_s)
         if spans.is_on:
-            self._record(packet, began_ns)
+            _record(packet, self.index, began_ns)
         return following
-
-    def _record(self, packet: Packet, began_ns: int) -> None:
-        """Record a span for every session of the packet that is traced."""
-        ended_ns = time.time_ns()
-        for session, traceparent in zip(packet.sessions, packet.traces, strict=False):
-            spans.record(
-                "stage",
-                spans.extract([("traceparent", traceparent)]),
-                began_ns,
-                ended_ns,
-                stage=self.index,
-                num_tokens=session.num_tokens,
-                batch_size=packet.batch,
-            )
 
     def _hidden(self, packet: Packet) -> Tensor | None:
         """Return the packet's hidden states [T, H], None where token ids enter."""
@@ -199,14 +184,8 @@ class StageEngine:
 
     def _entry(self, session: PacketSession) -> SequenceInput:
         token_ids = session.token_ids if self.shard.spec.has_embedding else [0] * session.num_tokens
-        search = self._search(session.head_request) if self.shard.spec.has_head else None
+        search = search_for(session.head_request, self.shard.runner.device) if self.shard.spec.has_head else None
         return SequenceInput(session.slot, session.start, token_ids, session.parents, session.num_logits, search)
-
-    def _search(self, request: HeadRequest | None) -> RowSearch | None:
-        """Return what a GPU looks for in a session's rows as it computes them, as a sampler's own engine asks it to."""
-        if self.shard.runner.device.type == "cpu" or request is None or request.scored:
-            return None
-        return search_of(request.params.sampling, request.params.seed, request.params.choice)
 
     def _following(self, packet: Packet, entries: Sequence[SequenceInput], rows: Tensor) -> Packet:
         """Return the packet for the next stage with the hidden states of all rows; from the last one, the answer."""
@@ -274,3 +253,18 @@ def identity_of(shard: LoadedShard) -> StageIdentity:
         kv_rows=shard.runner.cache.row_limit,
         model_revision=shard.model_revision,
     )
+
+
+def _record(packet: Packet, index: int, began_ns: int) -> None:
+    """Record a span of stage `index` for every session of the packet that is traced."""
+    ended_ns = time.time_ns()
+    for session, traceparent in zip(packet.sessions, packet.traces, strict=False):
+        spans.record(
+            "stage",
+            spans.extract([("traceparent", traceparent)]),
+            began_ns,
+            ended_ns,
+            stage=index,
+            num_tokens=session.num_tokens,
+            batch_size=packet.batch,
+        )
