@@ -23,7 +23,6 @@ from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, Ste
 from specsplit.model.comparisons import Comparisons
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.weight_format import WeightFormat
-from specsplit.sampling.row_search import RowSearch, note_found
 from specsplit.sampling.rows import tensor_over
 
 MOST_LOGITS = 1 << 18
@@ -118,22 +117,11 @@ class Runner:
             torch.cuda.current_stream(self.device).synchronize()
         self.num_forwards += 1
         parts = [logits] if len(sequences) == 1 else logits.split([sequence.num_logits for sequence in ordered])
-        self._note_found(ordered, parts)
+        if self._cuda is not None:
+            self._cuda.note_found(ordered, parts)
         if len(sequences) == 1:
             return [logits]
         return [part for _, part in sorted(zip(order, parts, strict=True), key=_PLACE)]
-
-    def _note_found(self, sequences: Sequence[SequenceInput], parts: Sequence[Tensor]) -> None:
-        """Keep at the logits of each sequence that asked for it what the last forward found in them."""
-        found = self._cuda.found() if self._cuda is not None else None
-        if found is None:
-            return
-        start = 0
-        for sequence, part in zip(sequences, parts, strict=True):
-            stop = start + len(part)
-            if isinstance(sequence.head_request, RowSearch):
-                note_found(part, found[start:stop])
-            start = stop
 
     def _over_vocabulary(self, logits: Tensor, kept_ids: Tensor) -> Tensor:
         """Return rows over the whole vocabulary: tokens that the head leaves out have -inf, as what was cut has."""

@@ -13,9 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specsplit.model.attention.device_step import DeviceStep, fits, window_of
@@ -25,7 +23,7 @@ from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.joined_linears import join_linears, part_again
 from specsplit.model.kv_cache import KVCache
 from specsplit.sampling.pick import best_of_rows
-from specsplit.sampling.row_search import Found, RowSearch
+from specsplit.sampling.row_search import Found, RowSearch, note_found
 
 if TYPE_CHECKING:
     from specsplit.model.attention.kernel_attention import KernelAttention
@@ -92,12 +90,16 @@ class CudaBackend:
                 self._searched = wanted
             return _rows(found.rows, wanted, dtype)
 
-    def found(self) -> NDArray[np.int32] | None:
-        """Return what the last forward found in its rows [R, WIDTH], once the device is done; None if it did not look.
-
-        Rows of sequences that asked for nothing hold anything.
-        """
-        return self._searcher.found(self._searched) if self._searcher is not None and self._searched else None
+    def note_found(self, sequences: Sequence[SequenceInput], parts: Sequence[Tensor]) -> None:
+        """Keep at the rows of each sequence that asked for it what the last forward found there; the device is done."""
+        if self._searcher is None or not self._searched:
+            return
+        found, start = self._searcher.found(self._searched), 0
+        for sequence, part in zip(sequences, parts, strict=True):
+            stop = start + len(part)
+            if isinstance(sequence.head_request, RowSearch):
+                note_found(part, found[start:stop])
+            start = stop
 
     def _forward(self, step: DeviceStep, logit_rows: Tensor | None) -> Tensor:
         self._attention.step = step

@@ -9,8 +9,8 @@ Legend: T tokens of the step, H hidden size, V vocabulary, R rows whose logits a
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from specsplit.model.probe import ProbeResult
 from specsplit.model.runner import Runner
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import WeightFormat
-from specsplit.stages.shard.outline import Outline, PassThrough, ShardSpec
+from specsplit.stages.shard.outline import Outline, ShardSpec
 
 _NUM_SOURCES = 61
 """Hidden states that stand for token ids in the proof of exactness."""
@@ -48,22 +48,29 @@ class PartialModel:
     """
 
     def __init__(self, model: PreTrainedModel, outline: Outline, spec: ShardSpec) -> None:
+        layers: Any = model.get_submodule(outline.layers)
         self.model, self.spec = model, spec
         self.hidden_size, self._embedding_size = outline.hidden_size, outline.embedding_size
-        self._layers: Any = model.get_submodule(outline.layers)
-        self._first = outline.num_layers - 1 if spec.is_empty else spec.start
-        self._last = 0 if spec.is_empty else spec.end - 1
+        self._first: nn.Module = layers[-1 if spec.is_empty else spec.start]
+        self._last: nn.Module = layers[0 if spec.is_empty else spec.end - 1]
 
     def __call__(self, source: Tensor, position_ids: Tensor, logit_rows: Tensor | None, **keywords: Any) -> Tensor:
         """Return logits [R, V], of all tokens if no rows are named; without the head hidden states [T, H].
 
         `source` is token ids [1, T], or without the embedding hidden states [1, T, H].
         """
-        with self._between(None if self.spec.has_embedding else source) as left:
+        # Hooks for one call only: the model object is shared by the two ends of a coordinator. They run outside of what
+        # torch's compiler makes of a layer, so they may be others in each call.
+        left: list[Tensor] = []
+        with ExitStack() as stack:
             if self.spec.has_embedding:
                 keywords["input_ids"] = source
             else:
                 keywords["inputs_embeds"] = source.new_zeros(1, source.shape[1], self._embedding_size)
+                enter = _entering(source)
+                stack.callback(self._first.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            if not self.spec.has_head:
+                stack.callback(self._last.register_forward_hook(_leaving(left)).remove)
             rows = slice(None) if logit_rows is None else logit_rows.long()
             logits = self.model(
                 position_ids=position_ids,
@@ -72,24 +79,6 @@ class PartialModel:
                 **keywords,
             ).logits[0]
         return logits if self.spec.has_head else left[0][0]
-
-    @contextmanager
-    def _between(self, hidden: Tensor | None) -> Generator[list[Tensor]]:
-        """Let hidden states enter the first layer, if they do; yield a list that gets what leaves the last one.
-
-        Around both layers stands a module, for one call: the model object is shared by the two ends of a coordinator.
-        Hooks would do, but a layer that torch's compiler has compiled without them does not call them.
-        """
-        left: list[Tensor] = []
-        first, last = self._layers[self._first], self._layers[self._last]
-        if hidden is not None:
-            self._layers[self._first] = _Entrance(first, hidden)
-        if not self.spec.has_head:
-            self._layers[self._last] = _Exit(self._layers[self._last], left)
-        try:
-            yield left
-        finally:
-            self._layers[self._first], self._layers[self._last] = first, last
 
     def random_source(self, num_tokens: int, seed: int) -> Tensor:
         """Return something that may enter: token ids [1, T] or hidden states [1, T, H]."""
@@ -102,28 +91,20 @@ class PartialModel:
         return hidden.to(self.model.dtype)
 
 
-class _Entrance(PassThrough):
-    """Stands around a stage's first layer, and hands it the hidden states that enter in the place of what comes."""
+def _entering(hidden: Tensor) -> Callable[..., Any]:
+    def enter(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (hidden, *args[1:]), keywords
+        return args, {**keywords, "hidden_states": hidden}
 
-    def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
-        super().__init__(layer)
-        self._layer, self._hidden = layer, hidden
-
-    def forward(self, hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
-        return self._layer(self._hidden, *args, **keywords)
+    return enter
 
 
-class _Exit(PassThrough):
-    """Stands around a stage's last layer, and notes what leaves it."""
+def _leaving(left: list[Tensor]) -> Callable[..., None]:
+    def leave(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        left.append(output)
 
-    def __init__(self, layer: nn.Module, left: list[Tensor]) -> None:
-        super().__init__(layer)
-        self._layer, self._left = layer, left
-
-    def forward(self, hidden_states: Tensor, *args: Any, **keywords: Any) -> Tensor:
-        output: Tensor = self._layer(hidden_states, *args, **keywords)
-        self._left.append(output)
-        return output
+    return leave
 
 
 class ShardRunner(Runner):
@@ -167,7 +148,8 @@ class ShardRunner(Runner):
         """Return the rows of the last forward entry by entry; those in which a GPU has searched know what it found."""
         counts = [entry.num_logits if self.spec.has_head else len(entry.token_ids) for entry in sequences]
         parts = [rows] if len(counts) == 1 else list(rows.split(counts))
-        self._note_found(sequences, parts)
+        if self._cuda is not None:
+            self._cuda.note_found(sequences, parts)
         return parts
 
     def _checked(self, hidden: Tensor | None, num_tokens: int) -> Tensor:
