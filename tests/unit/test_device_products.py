@@ -6,11 +6,13 @@ The kernels themselves run in tests/gpu.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from specsplit.core.errors import InvalidRequest
 from specsplit.model.backends import device_products
 from specsplit.model.backends.int4_weights import int4_codes, int4_decoded
 from specsplit.model.backends.int8_weights import int8_codes, int8_decoded
@@ -18,7 +20,9 @@ from specsplit.model.backends.lane_layout import int4_lanes, int4_scales, int8_l
 from specsplit.model.backends.rounded_layers import round_linears
 from specsplit.model.backends.rounded_weights import Rounding
 from specsplit.model.weight_format import WeightFormat, group_size
-from tests.support.model_zoo import FAMILIES, build_model
+from specsplit.stages.shard.loader import ShardOptions, ShardSpec, hidden_entry, load_ends, load_shard
+from tests.support.model_zoo import FAMILIES, build_model, save_model
+from tests.support.packs import take_packs_away
 
 PLACES = ((0, 0), (8, 0), (0, 2), (8, 2))
 """Outputs and inputs that each of the four registers of mma.m16n8k16 counts from, beside the lane's own."""
@@ -120,3 +124,21 @@ def replace_by_decoded(truth: nn.Module, model: nn.Module, form: WeightFormat) -
         coded = int8_decoded(*int8_codes(weight)) if group is None else int4_decoded(*int4_codes(weight, group), group)
         layer.weight = nn.Parameter(coded, requires_grad=False)
     return len(places)
+
+
+@pytest.mark.usefixtures("_without_a_gpu")
+def test_ends_of_a_model_are_rounded_by_what_they_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_packs_away(monkeypatch)  # as on a GPU
+    folder = str(save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False))
+    embedding, head = load_ends(folder, ShardOptions(context=64, threads=1, record=False))
+    hidden = torch.randn(3, head.hidden_size, generator=torch.Generator().manual_seed(1))
+    entry = hidden_entry(0, 0, 3, num_logits=3)
+    truth = head.runner.rows([entry], hidden)
+    for end in (embedding, head):
+        end.runner.round("int8")
+    assert (embedding.runner.bytes_by_format, set(head.runner.bytes_by_format)) == ({}, {"int8"})
+    errors = (head.runner.rows([entry], hidden) - truth).abs().max() / truth.abs().max()
+    assert 0 < errors < 0.02
+    layers = load_shard(folder, ShardSpec(1, 2), ShardOptions(context=64, threads=1, record=False)).runner
+    with pytest.raises(InvalidRequest, match="whose attention Triton computes"):
+        layers.round("int8")
