@@ -35,8 +35,7 @@ def path() -> LookupTree:
     nodes = TokenTree()
     for token_id in range(8):
         nodes.add(token_id - 1, token_id, 0.0)
-    lengths, ranks = [16] * 8, [0] * 8
-    return LookupTree(nodes, lengths, ranks, lookup_cells(lengths, nodes.depths, ranks))
+    return LookupTree(nodes, lookup_cells([16] * 8, nodes.depths, [0] * 8))
 
 
 PATH = path()
