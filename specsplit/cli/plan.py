@@ -96,14 +96,11 @@ def plan(
         _option("--private-first", _CUT, "Keep N layers in a first stage on the coordinator's machine.", "none", "N"),
     ] = None,
     as_json: Annotated[bool, _option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off", " ")] = False,
-    config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
-    stages: Annotated[int | None, typer.Option("--stages", hidden=True)] = None,
 ) -> None:
     """Plan which layers of a target go to which stage, from its config.json alone."""
     from specsplit.stages.planner import DEFAULT_CONTEXT, Workload
     from specsplit.stages.shape import read_shape
 
-    model, num_stages = _today(model, num_stages, config, stages)
     shape = read_shape(_read_config(model), model)
     workload = Workload(
         context=min(shape.max_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if context is None else context,
@@ -120,21 +117,6 @@ def plan(
     else:
         _print_table(planned, model, notes, "own" if private_first is not None else "0")
     sys.stdout.flush()
-
-
-def _today(model: str, num_stages: int | None, config: str | None, stages: int | None) -> tuple[str, int | None]:
-    """Return model and number of stages; `config` and `stages` were their names before, and are noted."""
-    if config is not None:
-        _note("plan names its model with --model now: --config is a settings file in every other command.")
-        model = config
-    if stages is not None:
-        _note("plan counts stages with --num-stages now: --stages has addresses in every other command.")
-        num_stages = stages
-    return model, num_stages
-
-
-def _note(text: str) -> None:
-    typer.echo(f"Note: {text}", err=True)
 
 
 def _plan(

@@ -219,13 +219,6 @@ def test_help_shows_every_default_and_three_examples(capsys: Capture, monkeypatc
     assert out.count("specsplit plan --model") == 3
 
 
-def test_names_of_before_work_with_a_note(config: str, capsys: Capture):
-    assert main(["plan", "--config", config, "--stages", "2", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert len(json.loads(out)["stages"]) == 2
-    assert re.findall(r"^Note: .* with (--[a-z-]+) now: ", err, flags=re.MULTILINE) == ["--model", "--num-stages"]
-
-
 def test_the_first_layers_stay_on_the_coordinators_machine(config: str, capsys: Capture) -> None:
     planned = _json(["--model", config, "--num-stages", "2", "--private-first", "5"], capsys)
     assert (planned["private_first"], planned["ends"]) == (5, "coordinator")
