@@ -98,12 +98,14 @@ def plan(
     as_json: Annotated[bool, _option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off", " ")] = False,
 ) -> None:
     """Plan which layers of a target go to which stage, from its config.json alone."""
-    from specsplit.stages.planner import DEFAULT_CONTEXT, Workload
+    from specsplit.stages.planner import Workload
     from specsplit.stages.shape import read_shape
 
     shape = read_shape(_read_config(model), model)
     workload = Workload(
-        context=min(shape.max_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if context is None else context,
+        context=min(shape.max_context or defaults.DEFAULT_CONTEXT, defaults.DEFAULT_CONTEXT)
+        if context is None
+        else context,
         sessions=sessions,
         nodes=nodes,
         dtype=dtype or shape.checkpoint_dtype or "bf16",
@@ -146,6 +148,7 @@ def _cut(
 ) -> ChainPlan:
     """Plan the stages of `shape`, of which `first_stage` is the first one's number, in the way that was chosen."""
     from specsplit.core.errors import InvalidSettings
+    from specsplit.model.memory_size import parse_size
     from specsplit.stages import planner
     from specsplit.stages.ranges import parse_ranges
 
@@ -157,9 +160,8 @@ def _cut(
     if layers is not None:
         return planner.plan_ranges(shape, parse_ranges(layers), workload)
     if memory is not None:
-        return planner.plan_memory(
-            shape, [planner.parse_size(size) for size in memory.split(",")], workload, first_stage
-        )
+        sizes = [parse_size(size, "--memory") for size in memory.split(",")]
+        return planner.plan_memory(shape, sizes, workload, first_stage)
     return planner.plan_even(shape, 1 if num_stages is None else num_stages, workload)
 
 
