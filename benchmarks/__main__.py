@@ -21,7 +21,6 @@ from benchmarks.research.network_bars import network_bars
 from benchmarks.research.options import parse_floats, parse_ints, parse_names
 from benchmarks.research.real_shapes.command import real_shapes
 from benchmarks.research.rounds.profile import profile
-from benchmarks.research.rounds.traced import trace
 from benchmarks.research.tree_shapes import sweep_tree
 from benchmarks.settings import Shape, chosen_pair
 from benchmarks.workloads import HELD_OUT
@@ -237,7 +236,7 @@ def _measure(measure: Callable[..., Found | None], section: Callable[..., Sectio
 
 @app.command("report")
 def make_report(
-    files: Annotated[list[Path], typer.Argument(help="Results files and trace files.", dir_okay=False)],
+    files: Annotated[list[Path], typer.Argument(help="Results files.", dir_okay=False)],
     output: Annotated[Path, typer.Option(help="The page to write.", dir_okay=False)] = Path("report.html"),
     plots: Annotated[Path | None, typer.Option(help="Folder for PNG and SVG, light and dark.", file_okay=False)] = None,
     uncommitted: Annotated[
@@ -270,7 +269,6 @@ app.command("network-bars")(network_bars)
 app.command()(profile)
 app.command("real-shapes")(real_shapes)
 app.command("sweep-tree")(sweep_tree)
-app.command("trace")(trace)
 
 
 def _whole(found: T | None) -> T:

@@ -22,8 +22,7 @@ from benchmarks.research.calibration.section import of_calibration
 from benchmarks.research.cells_section import of_cells
 from benchmarks.research.drafts.section import of_draft_kinds
 from benchmarks.research.load_section import of_load
-from benchmarks.research.rounds import trace
-from benchmarks.research.rounds.section import of_profile, of_trace
+from benchmarks.research.rounds.section import of_profile
 from benchmarks.results_file import RUN, SWEEP
 from specsplit.core.errors import InvalidRequest, InvalidSettings
 
@@ -42,31 +41,26 @@ _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
     "calibration": of_calibration,
     "draft_kinds": of_draft_kinds,
 }
-_KINDS = f"a results file of {', '.join((*_OF_FILE, *_OF_LINE))}, nor a trace file"
+_KINDS = f"a results file of {', '.join((*_OF_FILE, *_OF_LINE))}"
 _LINE = TypeAdapter(dict[str, Any])
 _LINES_OF_THEIR_OWN = ("bars", "load", "coupling_study", "stage_sessions", "exactness", "long-prompt")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
 
 
 def build(files: Sequence[Path], tick: Callable[[str], None], *, needs_commit: bool = True) -> list[Section]:
-    """Return a section per file, of trace files one per request, to which all trace files add their spans.
+    """Return the sections of the files.
 
     Raises:
         InvalidRequest: a file is missing, damaged or no results file; or, if it `needs_commit`, it was measured with
             changes that are in no commit.
     """
     found: list[Section] = []
-    traces: list[Path] = []
     used: set[str] = set()
     for path in files:
-        first = _first_line(path)
-        if trace.is_trace(first):
-            traces.append(path)
-        else:
-            name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-") or "file"
-            found += _sections(path, first, partial(_unique, name, used), needs_commit=needs_commit)
+        name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-") or "file"
+        found += _sections(path, _first_line(path), partial(_unique, name, used), needs_commit=needs_commit)
         tick(path.name)
-    return found + [of_trace(request, traces, _unique("trace", used)) for request in trace.requests(traces)]
+    return found
 
 
 def _unique(name: str, used: set[str]) -> str:

@@ -27,7 +27,7 @@ from benchmarks.research.coupling import study as coupling
 from benchmarks.research.drafts import kinds as draft_kinds
 from benchmarks.research.exactness import study as exactness
 from benchmarks.research.real_shapes import command as real_shapes
-from benchmarks.research.rounds import critical_path, overhead, profile, traced
+from benchmarks.research.rounds import critical_path, overhead, profile
 from benchmarks.research.stages import cost as stage_cost
 from benchmarks.research.stages import sessions as stage_sessions
 from benchmarks.research.train_pair.commands import app as train_pair
@@ -39,16 +39,27 @@ STUDIES = (
     ablation,
     bars,
     calibration,
+    checkouts,
+    comparison,
     context_growth,
     coupling,
     critical_path,
+    device_rates,
     draft_kinds,
+    exactness,
+    figures,
+    forwards,
     inflate,
+    long_prompt,
     network_bars,
+    overhead,
     profile,
+    real_shapes,
+    rounding,
+    stage_cost,
+    stage_sessions,
+    tree_shapes,
 )
-STUDIES_TOO = (checkouts, comparison, exactness, figures, forwards, real_shapes, stage_cost, stage_sessions)
-STUDIES_LAST = (device_rates, long_prompt, overhead, rounding, traced, tree_shapes)
 """Importing a study adds its command to the application."""
 
 app.add_typer(train_pair, name="train-pair")

@@ -94,12 +94,11 @@ def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
 
     run = ("--threads", str(sizes.threads))
     small = sized(sizes.inflated_prompts, sizes.inflated_tokens, sizes.sweep_rounds)
-    trace, profile = folder / "inflated-overlap.trace.jsonl", folder / "profile.jsonl"
+    profile = folder / "profile.jsonl"
     held, kinds = ("--target", str(target), "--drafts", str(models)), folder / "draft-kinds.jsonl"
     pairs = ("--prompts", "2", "--new-tokens", str(sizes.link_tokens), "--pairs", str(sizes.rounds))
     calibration = folder / "calibration.jsonl"
     judged = ("--prompts", str(sizes.calibration_prompts), "--new-tokens", str(sizes.tokens))
-    traced = ("--mode", "overlap", "--rtt-ms", "10", "--new-tokens", str(sizes.inflated_tokens), "--output", str(trace))
     inflate = ("benchmarks.research", "inflate", "--to", str(target), *size, "--threads", "1")
     return [
         measured("systems, embedded pair", "embedded", 3.8, "run", "--systems", f"{MODES},{PEERS}", *run,
@@ -118,7 +117,6 @@ def parts(folder: Path, models: Path, sizes: Sizes) -> list[Part]:
                  "--temperature", "0,0.6,1", *sized(sizes.inflated_prompts, sizes.tokens, sizes.sweep_rounds)),
         Part("calibration, embedded pair",
              ("benchmarks", "calibration", *judged, "--output", str(calibration)), calibration, minutes=0.8),
-        Part("a trace", ("benchmarks", "trace", *traced, *on_inflated), trace, minutes=0.2),
         Part("a profile", ("benchmarks", "profile", "--output", str(profile)), profile, minutes=0.2),
     ]  # fmt: skip
 
@@ -200,7 +198,7 @@ def _clear(part: Part, *, is_fresh: bool, tell: Tell) -> None:
 def _origin_of(part: Part) -> dict[str, Any]:
     """Return the commit of a results file's first line or a folder's record, and whether there were changes beside it.
 
-    Empty if there is none to rely on, as in a trace.
+    Empty if there is none to rely on.
     """
     if part.output.is_dir():
         return read_record(part.output, INFLATED)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from specsplit.assembly.workers import Placement, Workers
 from specsplit.core.errors import DeadlineExceeded, InvalidSettings, ResourceError, SpecSplitError, WorkerUnreachable
-from specsplit.core.ports import Drafter, Tokenizer, Verifier
+from specsplit.core.ports import Drafter, Tokenizer
 from specsplit.core.settings import Settings
 from specsplit.core.types import Note, TokenizerFiles
 from specsplit.model.user_cache import user_cache
-from specsplit.orchestrator.replicas import Auditing, Replicas
+from specsplit.orchestrator.replicas import Auditing, Replicas, Target
 
 if TYPE_CHECKING:
     from specsplit.model.sent_tokenizer import SentTokenizer
@@ -85,7 +85,7 @@ async def remote_draft(address: str, security: Security) -> AsyncGenerator[Draft
 @asynccontextmanager
 async def remote_target(
     settings: Settings, security: Security, note: Note | None = None, replicas: Sequence[str] = ()
-) -> AsyncGenerator[tuple[Verifier, Tokenizer]]:
+) -> AsyncGenerator[tuple[Target, Tokenizer]]:
     """Connect to the target and its replicas for the length of the block, and fetch the tokenizer from one of them.
 
     `note` is called once if the target has to be tried again.
@@ -138,7 +138,7 @@ def check_audit(settings: Settings, num_targets: int) -> None:
 
 
 @asynccontextmanager
-async def _verifier(addresses: Sequence[str], security: Security, settings: Settings) -> AsyncGenerator[Verifier]:
+async def _verifier(addresses: Sequence[str], security: Security, settings: Settings) -> AsyncGenerator[Target]:
     """Make a client of the target for the length of the block, or one of all its replicas and their auditor."""
     from specsplit.rpc.clients import RemoteVerifier
 

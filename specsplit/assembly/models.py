@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specsplit.assembly.links import check_audit
-from specsplit.core.defaults import EMBEDDED, MOST_SERVED, SERVED_SESSIONS, Role
+from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, EMBEDDED, MOST_SERVED, SERVED_SESSIONS, Role
 from specsplit.core.errors import InvalidSettings, ModelDamaged, VocabularyMismatch
 from specsplit.core.paths import expanded
 from specsplit.core.ports import Tokenizer
@@ -114,7 +114,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     check_audit(settings, 1)
     require_worker_extra()
     from specsplit.model.cores import num_cores
-    from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
+    from specsplit.model.loader import load_model
 
     report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
@@ -172,8 +172,6 @@ def load_local(
         return None
     check_models(settings)
     require_worker_extra()
-    from specsplit.model.loader import DEFAULT_CONTEXT
-
     return LoadedDraft(
         _load_draft(
             source,
@@ -205,7 +203,7 @@ def _check_vocab(settings: DraftSettings) -> None:
 
 def _load_draft(source: str, settings: Settings, progress: Progress, fallback: LoadOptions) -> LoadedModel:
     """Load a draft with the options of `fallback` where the settings name none."""
-    from specsplit.model.loader import DEFAULT_NODE_LIMIT, load_model
+    from specsplit.model.loader import load_model
 
     chosen = settings.draft
     options: LoadOptions = {
@@ -255,7 +253,7 @@ def load_worker(
         _check_vocab(settings)
     kv_memory = parse_memory(settings.kv_memory)
     require_worker_extra()
-    from specsplit.model.loader import DEFAULT_CONTEXT, load_model
+    from specsplit.model.loader import load_model
 
     model = load_model(
         source,

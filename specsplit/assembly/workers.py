@@ -11,10 +11,11 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from specsplit.core.errors import WorkerClosed
-from specsplit.core.ports import Drafter, Tokenizer, Verifier
+from specsplit.core.ports import Drafter, Tokenizer
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.engine.admission import aged
 from specsplit.orchestrator.orchestrator import Orchestrator
+from specsplit.orchestrator.replicas import Target
 from specsplit.orchestrator.request import Chunk, Request, RetryPolicy
 from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
@@ -82,7 +83,7 @@ class Workers:
     """A target, perhaps a draft, and the tokenizer they share; close it when its requests have ended."""
 
     def __init__(
-        self, verifier: Verifier, drafter: Drafter | None, tokenizer: Tokenizer, placement: Placement = Placement()
+        self, verifier: Target, drafter: Drafter | None, tokenizer: Tokenizer, placement: Placement = Placement()
     ) -> None:
         self.verifier = verifier
         self.drafter = drafter

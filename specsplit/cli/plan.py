@@ -96,17 +96,16 @@ def plan(
         _option("--private-first", _CUT, "Keep N layers in a first stage on the coordinator's machine.", "none", "N"),
     ] = None,
     as_json: Annotated[bool, _option("--json -j", _OUTPUT, "Print one JSON object on one line.", "off", " ")] = False,
-    config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
-    stages: Annotated[int | None, typer.Option("--stages", hidden=True)] = None,
 ) -> None:
     """Plan which layers of a target go to which stage, from its config.json alone."""
-    from specsplit.stages.planner import DEFAULT_CONTEXT, Workload
+    from specsplit.stages.planner import Workload
     from specsplit.stages.shape import read_shape
 
-    model, num_stages = _today(model, num_stages, config, stages)
     shape = read_shape(_read_config(model), model)
     workload = Workload(
-        context=min(shape.max_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if context is None else context,
+        context=min(shape.max_context or defaults.DEFAULT_CONTEXT, defaults.DEFAULT_CONTEXT)
+        if context is None
+        else context,
         sessions=sessions,
         nodes=nodes,
         dtype=dtype or shape.checkpoint_dtype or "bf16",
@@ -120,21 +119,6 @@ def plan(
     else:
         _print_table(planned, model, notes, "own" if private_first is not None else "0")
     sys.stdout.flush()
-
-
-def _today(model: str, num_stages: int | None, config: str | None, stages: int | None) -> tuple[str, int | None]:
-    """Return model and number of stages; `config` and `stages` were their names before, and are noted."""
-    if config is not None:
-        _note("plan names its model with --model now: --config is a settings file in every other command.")
-        model = config
-    if stages is not None:
-        _note("plan counts stages with --num-stages now: --stages has addresses in every other command.")
-        num_stages = stages
-    return model, num_stages
-
-
-def _note(text: str) -> None:
-    typer.echo(f"Note: {text}", err=True)
 
 
 def _plan(
@@ -164,6 +148,7 @@ def _cut(
 ) -> ChainPlan:
     """Plan the stages of `shape`, of which `first_stage` is the first one's number, in the way that was chosen."""
     from specsplit.core.errors import InvalidSettings
+    from specsplit.model.memory_size import parse_size
     from specsplit.stages import planner
     from specsplit.stages.ranges import parse_ranges
 
@@ -175,9 +160,8 @@ def _cut(
     if layers is not None:
         return planner.plan_ranges(shape, parse_ranges(layers), workload)
     if memory is not None:
-        return planner.plan_memory(
-            shape, [planner.parse_size(size) for size in memory.split(",")], workload, first_stage
-        )
+        sizes = [parse_size(size, "--memory") for size in memory.split(",")]
+        return planner.plan_memory(shape, sizes, workload, first_stage)
     return planner.plan_even(shape, 1 if num_stages is None else num_stages, workload)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,12 +33,12 @@ _KINDS: tuple[tuple[str | tuple[str, ...], str], ...] = (
 """Words for the beginnings of pydantic's remaining kinds of error."""
 
 
-def complaint(error: ValidationError, text: Callable[[object], str] = repr) -> str:
+def complaint(error: ValidationError) -> str:
     """Return what the first refused value must be and what it was, such as "must be at least 1, not 0"."""
     # Only the first complaint is shown: the next ones may follow from it.
     first = error.errors(include_url=False)[0]
     value = first["input"]
-    return rule(first) + (f", not {text(value)}" if isinstance(value, str | int | float) else "")
+    return rule(first) + (f", not {value!r}" if isinstance(value, str | int | float) else "")
 
 
 def rule(details: ErrorDetails) -> str:

@@ -18,8 +18,7 @@ EndsAt = Literal["stages", "coordinator"]
 EMBEDDED = "embedded"
 """The model source that names the pair inside the package; each role finds its own half."""
 ENV_PREFIX = "SPECSPLIT_"
-ENV_CONFIG = "SPECSPLIT_CONFIG"
-"""The variable that names the settings file if `--config` does not."""
+ENV_CONFIG = "SPECSPLIT_CONFIG"  # the variable that names the settings file if `--config` does not
 ENV_DEBUG = "SPECSPLIT_DEBUG"
 """The variable that shows the traceback of an error if it is set to anything but 0."""
 ENV_API_KEY = "SPECSPLIT_API_KEY"  # the variable with the key that `chat --endpoint` shows
@@ -29,6 +28,9 @@ ENDS: EndsAt = "stages"
 MODE: Mode = "auto"
 
 DEFAULT_PRIORITY = 5
+DEFAULT_CONTEXT = 4096  # upper limit of the default context; `--context` allows a longer one
+DEFAULT_NODE_LIMIT = 128  # tree rows behind a slot's committed tokens
+DEFAULT_UNACKNOWLEDGED = 8  # commits that a streaming target makes before it hears that the first of them arrived
 DEFAULT_NODES = 4
 """Tree nodes verified in a fixed mode, and in `auto` at first; these three were measured on the embedded pair."""
 DEFAULT_DEPTH = 3

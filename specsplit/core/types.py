@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from specsplit.core.defaults import DEFAULT_PRIORITY
+from specsplit.core.defaults import DEFAULT_PRIORITY, DEFAULT_UNACKNOWLEDGED
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.exactness import Exactness
 from specsplit.core.record import record
@@ -262,7 +262,7 @@ class StreamLimits:
 
     max_nodes: int
     max_depth: int
-    max_unacknowledged: int = 8
+    max_unacknowledged: int = DEFAULT_UNACKNOWLEDGED
     """Commits that the target makes before an acknowledgement of the first of them."""
     lookup_branching: int = 0
     """Children of one node among those that the target finds in the text itself; 0 if it is to find none."""
@@ -312,7 +312,6 @@ class Identity:
     kv_bytes_per_token: int = 0  # what one token takes of the KV cache; 0 if nobody said
     kv_bytes: int = 0  # bytes that the KV cache may take, if they are why the context is not longer; else 0
     model_revision: str = ""  # commit of the hub that the model's files are of; empty if they are not from there
-    looks_up: bool = False  # whether a stream can have it look up nodes in the text itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,15 +159,11 @@ class PromptBudget:
         least = LEAST_PROMPT_ROWS if any(task.can_be_cut for task in tasks) else 0
         return max(0, self.max_rows - least)
 
-    def prompt_rows(self, rounds: Sequence[Cuttable], context: int = 0, least_s: float = LEAST_STEP_S) -> int:
+    def _room(self, rounds: Sequence[Cuttable], pace: _Pace, context: int, least_s: float) -> int:
         """Return how many rows of prompts, behind a context of so many tokens, may go with these rounds.
 
-        The step may take `least_s`, however much slower than its rounds alone that is.
+        The step keeps a pace, which may be that of others as well, and may take `least_s` in any case.
         """
-        return self._room(rounds, _pace(rounds), context, least_s)
-
-    def _room(self, rounds: Sequence[Cuttable], pace: _Pace, context: int, least_s: float) -> int:
-        """Return the same for a step of these rounds that keeps a pace, which may be that of others as well."""
         round_rows = sum(task.num_rows for task in rounds)
         most = MAX_STEP_ROWS
         if self.max_rows is not None:

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import SpecSplitError
-from specsplit.core.ports import ChatMessage, Tokenizer, Variables, Verifier
+from specsplit.core.ports import ChatMessage, Tokenizer, Variables
 from specsplit.core.types import Identity
 from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.errors import ApiError
 from specsplit.model.sent_tokenizer import is_long
 from specsplit.orchestrator.orchestrator import Orchestrator
-from specsplit.orchestrator.replicas import Replicas
+from specsplit.orchestrator.replicas import Replicas, Target
 
 T = TypeVar("T", str, Sequence[ChatMessage])
 _PING_S = 1.0
@@ -35,7 +35,7 @@ class ServedModel:
     identity: Identity
     """The target's, as it was when it last answered a ping."""
     tokenizer: Tokenizer
-    verifier: Verifier
+    verifier: Target
     orchestrator: Callable[[Mode | None], Orchestrator]
     """Returns the orchestrator of a mode; None is the mode of the settings."""
     is_ready: bool = True

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
+from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT
 from specsplit.core.errors import DeviceUnavailable, InvalidRequest, ModelDamaged
 from specsplit.core.types import Identity, TokenizerFiles
 from specsplit.model import exactness, memory, processor
@@ -39,13 +40,9 @@ from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, rounded_
 Role = Literal["draft", "target"]
 Progress = Callable[[str, float], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEFAULT_CONTEXT = 4096
-"""Upper limit of the default context; --context allows a longer one."""
 FP32_DRAFT_WIDTH = 512
 """Widest draft that is computed in fp32 by default. A draft forwards one or two rows at a time, and there a product of
 so few inputs takes longer to begin in bf16 than in fp32; in wider models a long prompt would take twice as long."""
-DEFAULT_NODE_LIMIT = 128
-"""Tree rows behind a slot's committed tokens."""
 _TIMED_ROWS = 5
 
 
@@ -151,7 +148,6 @@ class LoadedModel(Loaded):
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes=self.kv_bytes_per_token * self.runner.cache.row_limit if self.is_context_shortened else 0,
             model_revision=self.model_revision,
-            looks_up=self.role == "target",
         )
 
 

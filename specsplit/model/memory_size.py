@@ -6,8 +6,8 @@ import re
 
 from specsplit.core.errors import InvalidSettings
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT])iB", re.IGNORECASE)
+_UNITS = "KMGT"
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT])(i?)B", re.IGNORECASE)
 _FRACTION = re.compile(r"0?\.[0-9]{1,6}|1(?:\.0{1,6})?")
 
 MemorySize = int | float
@@ -15,7 +15,7 @@ MemorySize = int | float
 
 
 def parse_memory(text: str | None, name: str = "--kv-memory") -> MemorySize | None:
-    """Return the size that `text` names, such as 8GiB, 512MiB or 0.85; None for None.
+    """Return the size that `text` names, such as 8GiB (binary), 8GB (decimal) or 0.85; None for None.
 
     `name` is what the user calls the setting.
 
@@ -25,21 +25,34 @@ def parse_memory(text: str | None, name: str = "--kv-memory") -> MemorySize | No
     if text is None:
         return None
     text = text.strip()
-    if (found := _SIZE.fullmatch(text)) is not None:
-        num_bytes = int(float(found[1]) * _UNITS[found[2].upper()])
+    if _FRACTION.fullmatch(text) and float(text) > 0:
+        return float(text)
+    return _num_bytes(text, f"{name} must be a size such as 8GiB or 8GB, or a fraction of the free memory such as 0.85")
+
+
+def parse_size(text: str, name: str) -> int:
+    """Return the bytes that `text` names, such as 24GiB (binary) or 24GB (decimal).
+
+    `name` is what the user calls the setting.
+
+    Raises:
+        InvalidSettings: it names none.
+    """
+    return _num_bytes(text.strip(), f"{name} must be a size such as 24GiB or 24GB")
+
+
+def _num_bytes(text: str, rule: str) -> int:
+    found = _SIZE.fullmatch(text)
+    if found is not None:
+        num_bytes = int(float(found[1]) * (1024 if found[3] else 1000) ** (_UNITS.index(found[2].upper()) + 1))
         if num_bytes:
             return num_bytes
-    elif _FRACTION.fullmatch(text) and float(text) > 0:
-        return float(text)
-    raise InvalidSettings(
-        f"{name} must be a size such as 8GiB or 512MiB, or a fraction of the free memory such as 0.85, "
-        f"not {text or 'empty'}."
-    )
+    raise InvalidSettings(f"{rule}, not {text or 'empty'}.")
 
 
 def shown_memory(num_bytes: int) -> str:
     """Return so many bytes as a user reads them."""
-    for unit in ("T", "G", "M", "K"):
-        if num_bytes >= _UNITS[unit]:
-            return f"{num_bytes / _UNITS[unit]:.1f} {unit}iB"
+    for power in range(len(_UNITS), 0, -1):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.1f} {_UNITS[power - 1]}iB"
     return f"{num_bytes} bytes"

@@ -106,10 +106,6 @@ class TransformersTokenizer:
         return self._vocab_hash
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._template)
-
-    @property
     def is_for_chat(self) -> bool:
         """Whether the chat template tells who speaks: the model was hardly trained on texts without it then."""
         return "role" in self._template

@@ -21,6 +21,7 @@ from specsplit.orchestrator.closings import Closings
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.first_round import first_chunk
 from specsplit.orchestrator.peer import draft_peer, target_peer
+from specsplit.orchestrator.replicas import Target
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session import Session, SessionContext, decides, resolved_mode
@@ -49,7 +50,7 @@ class Orchestrator:
 
     def __init__(
         self,
-        verifier: Verifier,
+        verifier: Target,
         drafter: Drafter | None,
         tokenizer: Tokenizer,
         speculation: Speculation = Speculation(),  # noqa: B008  (frozen)

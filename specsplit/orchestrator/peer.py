@@ -22,7 +22,7 @@ from specsplit.orchestrator.closings import Closings
 from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.replica import Replica
-from specsplit.orchestrator.replicas import Replicas, ReplicaSession
+from specsplit.orchestrator.replicas import Replicas, ReplicaSession, Target
 from specsplit.orchestrator.request import Request
 from specsplit.orchestrator.retry import Retrier
 from specsplit.speculation.lookup import TextReader
@@ -63,7 +63,7 @@ class Cooldown:
 class TargetPeer:
     """One target, and what was learned about it and about the drafts in front of it."""
 
-    def __init__(self, verifier: Verifier) -> None:
+    def __init__(self, verifier: Target) -> None:
         self.verifier = verifier
         self.decoding, self.closings = DecodingSessions(), Closings()
         self.lookup_reader = TextReader()
@@ -145,7 +145,7 @@ class TargetPeer:
         self._ping_s = min(self._ping_s, ping_s)
         for of_pair in self._stats.values():
             for stats in of_pair.values():
-                stats.times.observe_ping(ping_s)
+                stats.times.observe_ping(self._ping_s)
 
     async def ask_other(self, known: Identity, verifier: Verifier, retrier: Retrier) -> Identity | None:
         """Ask the target of a session who it is; return that if it is not `known`."""
@@ -301,7 +301,7 @@ _targets: WeakValueDictionary[int, TargetPeer] = WeakValueDictionary()
 _drafts: WeakValueDictionary[tuple[int, int], DraftPeer] = WeakValueDictionary()
 
 
-def target_peer(verifier: Verifier) -> TargetPeer:
+def target_peer(verifier: Target) -> TargetPeer:
     """Return the peer of this target, which all orchestrators of the process share."""
     peer = _targets.get(id(verifier))
     if peer is None:

@@ -45,7 +45,7 @@ class Auditing:
 
 
 class Replicas:
-    """Targets of one model by their names. It implements Verifier: a session is one of `session` until it is closed."""
+    """Targets of one model by their names: each session has a verifier of its own, which goes on at another target."""
 
     def __init__(self, verifiers: Mapping[str, Verifier], auditing: Auditing | None = None) -> None:
         assert verifiers, "one target at least"
@@ -55,8 +55,6 @@ class Replicas:
             self.members.append(Replica(*self.auditing.auditor, is_auditor=True))
         self.audits = AuditCounts()
         """The audits of all sessions so far."""
-        self._sessions: dict[str, ReplicaSession] = {}
-        """Sessions that were begun without asking for their verifier."""
         self._scored: dict[int, Replica] = {}
         """The replica that keeps the rows of a scored prompt, by the hash of caller and prompt."""
         self._model: Identity | None = None
@@ -162,37 +160,9 @@ class Replicas:
         with self.session() as session:
             return await session.ping()
 
-    async def score(
-        self,
-        prompt: Sequence[int],
-        scored: Sequence[int],
-        logit_bias: Sequence[tuple[int, float]] = (),
-        top_logprobs: int = 0,
-        keep_for: str | None = None,
-    ) -> Scores:
-        with self.session() as session:
-            return await session.score(prompt, scored, logit_bias, top_logprobs, keep_for)
-
     async def tokenizer_files(self, known_hash: str = "") -> TokenizerFiles:
         with self.session() as session:
             return await session.tokenizer_files(known_hash)
-
-    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
-        return await self._session_of(turn).verify(turn, proposal)
-
-    def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
-        return self._session_of(turn).open_stream(turn, limits)
-
-    def _session_of(self, turn: Turn) -> ReplicaSession:
-        if turn.session not in self._sessions:
-            self._sessions[turn.session] = ReplicaSession(self)
-        return self._sessions[turn.session]
-
-    async def close(self, session: str) -> None:
-        known = self._sessions.pop(session, None)
-        if known is not None:
-            known.leave()
-            await known.close(session)
 
 
 class ReplicaSession:
@@ -337,6 +307,10 @@ class ReplicaSession:
         member.num_sessions -= 1
         self._replica = replica
         self._replica.num_sessions += 1
+
+
+Target = Verifier | Replicas
+"""One target, or several of one model."""
 
 
 class _Stream:

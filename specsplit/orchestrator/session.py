@@ -90,7 +90,6 @@ class Session:
         stats.times.adopt(identity, context.draft.identity if context.draft is not None else None)
 
         contract = SessionContract("target", key, history, params, events)
-        stats.times.streams_look_up = identity.looks_up
         limits = stream_limits(speculation, identity)
         self._audit = open_audit(context.verifier, contract, retrier)
         self._target = (

@@ -322,7 +322,6 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
         exactness=identity.exactness,
         numerics=identity.numerics,
         model_revision=identity.model_revision,
-        looks_up=identity.looks_up,
         fork_s=identity.fork_s,
     )
 
@@ -362,7 +361,6 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),
         model_revision=checked_hash(message.model_revision),
-        looks_up=message.looks_up,
         fork_s=message.fork_s if 0 < message.fork_s < math.inf else 0.0,
     )
 

@@ -51,16 +51,6 @@ def draft_cells(log_probs: Sequence[float]) -> list[int]:
     return [_BUCKET_OF_STEP[min(round(-log_prob * 16), last)] * _NUM_RANKS for log_prob in log_probs]
 
 
-def draft_cell(log_prob: float, rank: int) -> int:
-    """Return the cell of one node of a draft, which has this rank among its siblings (0 first)."""
-    return draft_cells((log_prob,))[0] + min(rank, MAX_RANK)
-
-
-def agreed_cell(log_prob: float, rank: int) -> int:
-    """Return the cell of a draft's node that lookup proposes too."""
-    return FIRST_AGREED + draft_cell(log_prob, rank)
-
-
 def lookup_cells(match_lengths: Sequence[int], depths: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return the cells of nodes that only lookup proposes; depth is 1 for the root's children."""
     cells: list[int] = []

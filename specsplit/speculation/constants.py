@@ -50,13 +50,8 @@ Measured: without the time in which the draft takes in the text, a share of 0.03
 """
 MAX_SAVED_PROBES = 4
 """Probes whose time is saved up at most. Chosen: a session that begins learns enough, and a long wait is no debt."""
-DRAFTLESS_STREAM_GAP = 0.25
-"""Forwards. A draftless stream needs this gap at least if the target does not look up: sent nodes come a step late.
-
-Measured: without a round trip such a stream lost a tenth, from 10 ms on it gained (26 ms a forward).
-"""
 MAX_STEPS_AWAY = 6
-"""Forwards of the target during a round trip that a stream's tree allows for. Chosen: below its 8 unheard commits."""
+"""Forwards of the target during a round trip that a stream's tree allows for. Chosen: below DEFAULT_UNACKNOWLEDGED."""
 STEPS_AWAY_SLACK = 0.1
 """Forwards of a round trip that count for none. Chosen: in one process the orchestrator's own time is no step away."""
 

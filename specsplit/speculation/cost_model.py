@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Literal
 
+from specsplit.core.defaults import DEFAULT_UNACKNOWLEDGED
 from specsplit.core.record import record
 from specsplit.speculation.constants import (
     CONTENDED,
@@ -53,7 +54,7 @@ class Costs:
     """Seconds between two forwards: the way to the target and back, and the orchestrator's own."""
     hit_rate: float = 0.0
     """Share of rounds whose outcome was already drafted when the verdict came."""
-    max_unacknowledged: int = 8
+    max_unacknowledged: int = DEFAULT_UNACKNOWLEDGED
     """Commits that a streaming target may be ahead."""
     verify_concurrent: StepTimes | None = None
     """Forward times while the draft drafts, if measured: on one machine the two slow each other down."""
@@ -116,14 +117,14 @@ def _children_by_depth(profile: Profile, branching: int) -> list[list[float]]:
     return [profile.children(depth, branching) for depth in range(1, len(profile.accept_by_depth) + 1)]
 
 
-def expected_by_nodes(profile: Profile, depth: int, branching: int, max_nodes: int) -> tuple[float, ...]:
-    """Return E[A] of a tree grown best first, at every n from 0 to `max_nodes` or to where the limits end it."""
-    return _grown(profile, depth, branching, max_nodes)[0]
-
-
 @lru_cache(maxsize=256)
-def _grown(profile: Profile, depth: int, branching: int, max_nodes: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return E[A] and the number of further branches of a tree grown best first, at every n as `expected_by_nodes`."""
+def grown_by_nodes(
+    profile: Profile, depth: int, branching: int, max_nodes: int
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return E[A] and the number of further branches of a tree grown best first.
+
+    Both are given at every n from 0 to `max_nodes` or to where the limits end it.
+    """
     children_by_depth = _children_by_depth(profile, branching)
     last = len(children_by_depth) - 1
     # The frontier is a heap of all children of the tree's nodes: (- path probability, level, rank among its siblings).
@@ -321,7 +322,7 @@ def _best_plan(mode: RoundMode, profile: Profile, trees: Sequence[_Tree], costs:
     timed: list[_Timed] = []
     expected: list[float] = []
     for nodes, depth, branching, draft_s in trees:
-        by_nodes, forks = _grown(profile, depth, branching, max_nodes)
+        by_nodes, forks = grown_by_nodes(profile, depth, branching, max_nodes)
         is_possible = nodes < len(by_nodes)
         expected.append(by_nodes[nodes] if is_possible else 0.0)
         timed.append((nodes, draft_s, verify[nodes + 1] + (forks[nodes] * fork_s if is_possible else 0.0)))
@@ -339,7 +340,7 @@ def _revised(last: ModePlan, profiles: Mapping[RoundMode, Profile], costs: Costs
         return None
     if nodes == 0:
         return ModePlan(mode, 0, 0, tokens_per_s(mode, 1.0, 0, 0, costs))
-    expected, forks = _grown(profiles[mode], depth, branching, limits.nodes[-1])
+    expected, forks = grown_by_nodes(profiles[mode], depth, branching, limits.nodes[-1])
     if depth > limits.max_depth or nodes >= len(expected):
         return None
     rate = tokens_per_s(mode, expected[nodes], nodes, depth, costs, forks[nodes])

@@ -30,15 +30,15 @@ _ROUND_PIECES = 4
 
 @record
 class LookupTree:
-    """A tree of lookup's nodes, without estimates, and what is known about each node."""
+    """A tree of lookup's nodes, without estimates."""
 
     nodes: TokenTree = field(default_factory=TokenTree)
-    match_lengths: Sequence[int] = ()
-    """How many tokens before the root's children agree with the occurrence that gave the node."""
-    ranks: Sequence[int] = ()
-    """0 for the first of its siblings: the one with the longest match, of equals the most recent."""
     cells: Sequence[int] = ()
-    """The nodes' cells in the calibration table."""
+    """The nodes' cells in the calibration table, by match length, depth and rank.
+
+    The match length is how many tokens before the root's children agree with the occurrence that gave the node. Rank 0
+    is the first of its siblings: the one with the longest match, of equals the most recent.
+    """
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -103,8 +103,8 @@ class LookupIndex:
                 return count
         return 0
 
-    def candidates(self, max_nodes: int, max_depth: int, max_branching: int, after: Sequence[int] = ()) -> LookupTree:
-        """Return a tree of likely continuations of the committed tokens followed by `after`, which are not committed.
+    def candidates(self, max_nodes: int, max_depth: int, max_branching: int) -> LookupTree:
+        """Return a tree of likely continuations of the committed tokens.
 
         Occurrences are followed from the longest match to the shortest, of equals from the most recent; nothing grows
         below an end-of-sequence token. An occurrence that runs into the end goes on with its own beginning, as a text
@@ -112,22 +112,13 @@ class LookupIndex:
         """
         if min(max_nodes, max_depth, max_branching) < 1:
             return LookupTree()
-        after = list(after)
-        paths = [(self._continuation(end, max_depth, after), length) for length, end in self._occurrences(after)]
+        paths = [(self._continuation(end, max_depth), length) for length, end in self._occurrences()]
         return _merge(paths, max_nodes, max_branching, self._eos_ids)
 
-    def _occurrences(self, after: list[int]) -> list[tuple[int, int]]:
+    def _occurrences(self) -> list[tuple[int, int]]:
         """Return the best occurrences as (match length, position of the last matching token), best first."""
-        num_committed, wanted = len(self._token_ids), self._max_matches
-        last = num_committed + len(after) - 1
-        recent = self._token_ids[max(num_committed - self._max_length, 0) :] + after
-        suffix = recent[-self._max_length :]
-        first = last + 1 - len(recent)
+        wanted, suffix = self._max_matches, self._token_ids[-self._max_length :]
         found: list[tuple[int, int]] = []
-        for end in range(last - 1, num_committed - 1, -1):
-            length = _match_length(recent, end - first, suffix)
-            if length >= self._min_length:
-                found.append((length, end))
         # From the longest n-grams to the shortest: a match of n-gram length s is shorter than the lengths before it,
         # [ s | below ), so no occurrence is found twice.
         backwards, below = suffix[::-1], self._max_length + 1
@@ -135,8 +126,7 @@ class LookupIndex:
             size = grams.length
             if size > len(suffix):
                 continue
-            end = grams.latest_before(suffix) if after else grams.previous[last]
-            self._follow(grams, end, backwards, below, found)
+            self._follow(grams, grams.previous[-1], backwards, below, found)
             if sum(length >= size for length, _ in found) >= wanted:
                 break  # shorter n-grams have only shorter matches to add
             below = size
@@ -160,12 +150,10 @@ class LookupIndex:
                     return
             end = previous[end]
 
-    def _continuation(self, end: int, depth: int, after: list[int]) -> list[int]:
+    def _continuation(self, end: int, depth: int) -> list[int]:
         """Return the `depth` tokens behind the occurrence that ends at `end`."""
         start = end + 1
         token_ids = self._token_ids[start : start + depth]
-        if len(token_ids) < depth:
-            token_ids += after[max(start - len(self._token_ids), 0) :][: depth - len(token_ids)]
         if len(token_ids) < depth:
             token_ids = (token_ids * (depth // len(token_ids) + 1))[:depth]
         return token_ids
@@ -193,10 +181,6 @@ class _Grams:
             key = hash(tuple(token_ids[max(place + 1 - length, 0) : place + 1]))
             previous.append(latest.get(key, NO_POSITION))
             latest[key] = place
-
-    def latest_before(self, suffix: list[int]) -> int:
-        """Return where the suffix's n-gram ended last."""
-        return self._latest.get(hash(tuple(suffix[-self.length :])), NO_POSITION)
 
 
 def _merge(
@@ -231,16 +215,7 @@ def _merge(
             if token_id in eos_ids:
                 break
             parent = node
-    return LookupTree(nodes, match_lengths, ranks, lookup_cells(match_lengths, depths, ranks))
-
-
-def _match_length(token_ids: list[int], end: int, suffix: list[int]) -> int:
-    """Return how many tokens that end at `end` equal the end of `suffix`."""
-    limit = min(len(suffix), end + 1)
-    for length in range(limit):
-        if token_ids[end - length] != suffix[-1 - length]:
-            return length
-    return limit
+    return LookupTree(nodes, lookup_cells(match_lengths, depths, ranks))
 
 
 class TextReader:

@@ -190,7 +190,7 @@ def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:
 def stream_limits(speculation: Speculation, target: Identity) -> StreamLimits:
     """Return the limits of a stream; within them the target verifies, and may look up, what it finds worth it."""
     bounds = speculation.bounds
-    lookup_branching = bounds.max_branching if speculation.lookup and target.looks_up else 0
+    lookup_branching = bounds.max_branching if speculation.lookup else 0
     max_nodes = min(bounds.max_new_nodes, target.max_nodes)
     return StreamLimits(max_nodes, bounds.max_depth, lookup_branching=lookup_branching)
 

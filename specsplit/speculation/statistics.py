@@ -14,7 +14,6 @@ from specsplit.core.types import Timings
 from specsplit.speculation.acceptance import Acceptance, DepthProfile
 from specsplit.speculation.constants import (
     DECIDE_EVERY,
-    DRAFTLESS_STREAM_GAP,
     FIRST_HIT_RATE,
     HIT_RATE_MEMORY,
     MAX_REST,
@@ -212,8 +211,7 @@ class SpeculationStats:
     def _profiles(self, modes: Sequence[RoundMode], costs: Costs, *, has_draft: bool) -> dict[RoundMode, Profile]:
         """Return the acceptance that each mode is planned with; a draft that was never asked has none."""
         if not has_draft:
-            is_far = costs.round_trip_s > DRAFTLESS_STREAM_GAP * costs.verify.seconds(costs.num_sessions)
-            return dict.fromkeys(modes, _NO_TREES) if is_far or self.times.streams_look_up else {}
+            return dict.fromkeys(modes, _NO_TREES)
         if costs.draft is None or not self.times.num_proposals:
             return {}
         drafted = self._profile.profile

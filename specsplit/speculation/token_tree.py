@@ -342,10 +342,13 @@ class SpeculationTree:
             chosen = nodes.by_probability(chosen)[:count]
         return nodes.depth_first(chosen)
 
-    def take_unsent(self, first_node: int, *, drafted_only: bool = False) -> Proposal:
-        """Return the nodes that the stream to the target lacks; from now on they are numbered from `first_node`."""
+    def take_unsent(self, first_node: int) -> Proposal:
+        """Return the draft's nodes that the stream to the target lacks, and number them from `first_node`.
+
+        A streaming target looks up the others itself.
+        """
         nodes, sent, drafted = self.nodes, self.sent_numbers, self.drafted.numbers
-        unsent = [node for node, number in enumerate(sent) if not number and (drafted[node] or not drafted_only)]
+        unsent = [node for node, number in enumerate(sent) if drafted[node] and not number]
         for number, node in enumerate(unsent, first_node):
             sent[node] = number
         parents = [nodes.parents[node] for node in unsent]

@@ -161,10 +161,6 @@ class BesideTimes:
         """Count what a further session added to a step."""
         self._session.observe(seconds)
 
-    def observe_way(self, seconds: float) -> None:
-        """Count the way to a forward and back."""
-        self._round_trip.observe(seconds)
-
     def observe_round(self, way_s: float, overhead_s: float, course: RoundCourse) -> None:
         """Count a round that is not streamed: `way_s` beside its forward until the answer, and the rest of it."""
         # What a plain round has beside its forward is measured in plain rounds, as soon as there was one.
@@ -210,8 +206,6 @@ class WorkerTimes:
         """Target forwards by rows, of one session alone."""
         self.verify_concurrent: StepTimes | None = None
         """Target forwards while the draft is at work: on one machine they slow each other down."""
-        self.streams_look_up = False
-        """Whether a streaming target looks up nodes itself; those that it is sent come a step late."""
         self._num_plain = 0
         """Forwards of one row that were measured, that of the start among them."""
         self.num_proposals = 0
@@ -220,7 +214,6 @@ class WorkerTimes:
         self._draft_shared: DraftTimes | None = None
         self._alone = BesideTimes()
         self._shared: BesideTimes | None = None
-        self._least_ping_s = math.inf
 
     @property
     def has_seen_plain(self) -> bool:
@@ -263,22 +256,13 @@ class WorkerTimes:
             self._draft_alone = DraftTimes(StepTimes.from_start(draft.step_times))
 
     def observe_ping(self, wall_s: float) -> None:
-        """Count a ping of the target: its round trip, as long as no verify was measured."""
-        # The least of them, since the first one may have had a connection to make.
-        self._least_ping_s = min(wall_s, self._least_ping_s)
-        self._alone.expect_round_trip(self._least_ping_s)
+        """Take the quickest ping of the target for its round trip, as long as no verify was measured."""
+        self._alone.expect_round_trip(wall_s)
 
-    def observe_verify(
-        self, timings: Timings, wall_s: float | None, *, is_concurrent: bool = False, num_forks: int = 0
-    ) -> None:
-        """Count a verify of a round after the prompt's; `is_concurrent` if the draft was at work meanwhile.
-
-        `wall_s` is None for a step of a stream, which nobody waited for.
-        """
+    def observe_step(self, timings: Timings, *, is_concurrent: bool, num_forks: int) -> None:
+        """Count a step of a stream, which nobody waited for; `is_concurrent` if the draft was at work meanwhile."""
         if _step_rows(timings) > 0 and _forward_s(timings) > 0:
             self._observe_forward(timings, is_concurrent=is_concurrent, num_forks=num_forks)
-            if wall_s is not None:
-                self._beside(_step_sessions(timings)).observe_way(wall_s - _forward_s(timings))
 
     def observe_round(
         self,

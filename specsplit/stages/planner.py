@@ -6,26 +6,19 @@ Pure arithmetic over a ModelShape; knows no file, no machine and no link. Ranges
 from __future__ import annotations
 
 import itertools
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from specsplit.core.defaults import DEFAULT_NODES, EndsAt
-from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
+from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, DEFAULT_NODES, EndsAt
+from specsplit.core.errors import InvalidRequest, OutOfMemory
 from specsplit.model.attention.paths import slot_rows
 from specsplit.stages.families import BYTES, ComputeDtype, PlanDtype
 from specsplit.stages.ranges import check_ranges, even_ranges, require_stages
 from specsplit.stages.shape import ModelShape
 
-DEFAULT_CONTEXT = 4096
-"""Upper limit of the default context, as for a worker that serves."""
-NODE_LIMIT = 128
-"""Nodes of the largest tree behind the context of every KV slot, as a target has them."""
 _GIB = 2**30
-_UNITS = "KMGT"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +38,8 @@ class Workload:
     """The format that rounded weights are computed in."""
     ends: EndsAt = "stages"
     """Whether the first and last stage hold embedding, final norm and head, or the coordinator (docs/stages.md)."""
-    node_limit: int = NODE_LIMIT
+    node_limit: int = DEFAULT_NODE_LIMIT
+    """Nodes of the largest tree, for which every KV slot has rows."""
 
     def __post_init__(self) -> None:
         for name, least in (("context", 2), ("sessions", 1), ("nodes", 0), ("node_limit", 0)):
@@ -105,18 +99,6 @@ class ChainPlan:
     @property
     def total_bytes(self) -> int:
         return self.coordinator_weight_bytes + sum(stage.total_bytes for stage in self.stages)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes in "24GiB" (binary) or "24GB" (decimal).
-
-    Raises:
-        InvalidSettings: it is no size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise InvalidSettings(f"A size of memory is written like 24GiB, 24GB or 512MiB, not {text.strip()!r}.")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** (_UNITS.index(match[2].upper()) + 1))
 
 
 def plan_even(shape: ModelShape, stages: int, workload: Workload | None = None) -> ChainPlan:

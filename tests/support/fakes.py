@@ -29,6 +29,7 @@ from specsplit.core.types import (
     prefix_hashes,
 )
 from specsplit.target.stream import TargetLimits, TargetStream
+from specsplit.target.stream_lookup import LookupKnowledge
 from tests.support.fake_tree import FakeTree
 from tests.support.language import (
     EOS,
@@ -213,6 +214,7 @@ class FakeTarget(_FakeWorker):
         super().__init__(faults, context=context, vocab_hash=vocab_hash)
         self.trim, self.max_nodes = trim, max_nodes
         self.proposals: list[Proposal] = []
+        self.lookup = LookupKnowledge()
 
     async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
         await self._pause(turn)
@@ -239,7 +241,16 @@ class FakeTarget(_FakeWorker):
             if not keeps_slot:
                 await self.close(turn.session)
 
-        return TargetStream(self.verify, leave, turn, limits, TargetLimits(self.context, self.max_nodes))
+        return TargetStream(self.verify, leave, turn, limits, self.limits_of(turn))
+
+    def limits_of(self, turn: Turn) -> TargetLimits:
+        """Return what bounds a stream that begins with `turn`; as with every target, it looks up nodes itself."""
+
+        def text() -> Sequence[int]:
+            slot = self.slots.get(turn.session)
+            return slot.ids[: turn.base_length] if slot is not None else ()
+
+        return TargetLimits(self.context, self.max_nodes, lookup=self.lookup, text=text)
 
     async def score(
         self,

@@ -28,7 +28,7 @@ from specsplit.core.types import (
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result, RetryPolicy
 from specsplit.speculation.options import Speculation
-from specsplit.target.stream import TargetLimits, TargetStream
+from specsplit.target.stream import TargetStream
 from tests.support.fakes import FakeDraft, FakeTarget, FakeTokenizer, perfect_guess, plain_tokens
 from tests.support.virtual_time import LoopClock
 
@@ -123,7 +123,7 @@ class Flaky:
             if not keeps_slot:
                 await inner.close(turn.session)
 
-        return TargetStream(self.verify, leave, turn, limits, TargetLimits(inner.context, inner.max_nodes))
+        return TargetStream(self.verify, leave, turn, limits, inner.limits_of(turn))
 
     def _fault_of(self, call: int) -> Fault | None:
         return self.plan.get(call, self.after)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.types import Budget, Identity, Proposal, StreamLimits, Timings, Turn, Verdict
-from specsplit.target.stream import TargetLimits, TargetStream
-from specsplit.target.stream_lookup import LookupKnowledge
+from specsplit.target.stream import TargetStream
 from tests.support.fakes import FakeDraft, FakeTarget
 from tests.support.language import Guess, good_guess
 
@@ -101,37 +100,23 @@ class DelayedStream:
 
 
 class TimedTarget(FakeTarget):
-    """A target whose forward takes `verify_s(rows)`, behind a link of `round_trip_s`.
+    """A target whose forward takes `verify_s(rows)`, behind a link of `round_trip_s`."""
 
-    With `lookup` its streams look up nodes themselves.
-    """
-
-    def __init__(
-        self,
-        diary: Diary,
-        verify_s: Callable[[int], float],
-        round_trip_s: float = 0.0,
-        lookup: LookupKnowledge | None = None,
-    ) -> None:
+    def __init__(self, diary: Diary, verify_s: Callable[[int], float], round_trip_s: float = 0.0) -> None:
         super().__init__()
-        self.diary, self.verify_s, self.round_trip_s, self.lookup = diary, verify_s, round_trip_s, lookup
+        self.diary, self.verify_s, self.round_trip_s = diary, verify_s, round_trip_s
 
     async def ping(self) -> Identity:
         await asyncio.sleep(self.round_trip_s)
-        return replace(await super().ping(), looks_up=self.lookup is not None)
+        return await super().ping()
 
     def open_stream(self, turn: Turn, limits: StreamLimits) -> DelayedStream:
         async def leave(keeps_slot: bool) -> None:
             if not keeps_slot:
                 await self.close(turn.session)
 
-        def text() -> Sequence[int]:
-            slot = self.slots.get(turn.session)
-            return slot.ids[: turn.base_length] if slot is not None else ()
-
-        allowed = TargetLimits(self.context, self.max_nodes, lookup=self.lookup, text=text)
         return DelayedStream(
-            lambda: TargetStream(self._step, leave, turn, limits, allowed),
+            lambda: TargetStream(self._step, leave, turn, limits, self.limits_of(turn)),
             self.round_trip_s / 2,
         )
 

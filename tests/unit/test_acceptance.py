@@ -14,12 +14,11 @@ from specsplit.speculation.acceptance import (
     NUM_CELLS,
     Acceptance,
     DepthProfile,
-    agreed_cell,
-    draft_cell,
     lookup_cells,
 )
 from specsplit.speculation.constants import PRIOR_WEIGHT
 from specsplit.speculation.cost_model import Profile
+from tests.support.cells import agreed_cell, draft_cell
 
 LIKELY, UNLIKELY = draft_cell(math.log(0.9), 0), draft_cell(math.log(0.1), 1)
 #        root

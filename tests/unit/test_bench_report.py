@@ -1,4 +1,4 @@
-"""`report`, `trace` and `profile`: a self-contained page, honest about what is missing, and intervals that add up."""
+"""`report` and `profile`: a self-contained page, honest about what is missing, and intervals that add up."""
 
 from __future__ import annotations
 
@@ -307,26 +307,6 @@ def test_a_timeline_has_the_lanes_of_one_request_after_its_prompt():
     assert shares["both at once"] == pytest.approx(5 / 20)
     parts = shares["verify"] + shares["draft"] - shares["both at once"]
     assert parts + shares["engines and hand-over"] + shares["python between"] == pytest.approx(1)
-
-
-def _trace_file(path: Path, spans: list[dict[str, Any]]) -> Path:
-    return write_lines(path, spans)
-
-
-def test_the_files_of_workers_join_the_orchestrators(tmp_path: Path):
-    ours = _trace_file(tmp_path / "ours.jsonl", [span for span in SPANS if span["name"] != "forward"])
-    theirs = _trace_file(tmp_path / "theirs.jsonl", [span for span in SPANS if span["name"] == "forward"])
-    (section,) = page.build([theirs, ours], _silent)
-    assert section.title.startswith("ours.jsonl")
-    (plot,) = section.plots
-    assert "target" in plots.inline_svg(plot)
-    with pytest.raises(InvalidRequest, match="add the trace file of the orchestrator"):
-        page.build([theirs], _silent)
-
-
-def test_a_trace_without_rounds_is_refused(tmp_path: Path):
-    with pytest.raises(InvalidRequest, match="generate more tokens"):
-        page.build([_trace_file(tmp_path / "t.jsonl", SPANS[:2])], _silent)
 
 
 _INTERVALS = st.lists(

@@ -116,7 +116,7 @@ def test_what_branches_take_does_not_slow_the_rows():
     for _ in range(12):
         timings = Timings(device_ms=15.0, num_forwards=1, num_tokens=5, batch_size=1)
         worker.observe_round(timings, 0.016, 0.0, "tree", is_concurrent=False, num_forks=2)
-        worker.observe_verify(timings, None, is_concurrent=True, num_forks=2)
+        worker.observe_step(timings, is_concurrent=True, num_forks=2)
     assert worker.verify.seconds(5) == pytest.approx(before)
     assert worker.verify_concurrent is not None
     assert worker.verify_concurrent.seconds(5) == pytest.approx(before)

@@ -19,7 +19,7 @@ from specsplit.speculation.cost_model import (
     RateCorrector,
     RoundMode,
     choose_plan,
-    expected_by_nodes,
+    grown_by_nodes,
     round_s,
     tokens_per_s,
 )
@@ -189,13 +189,13 @@ def grown_by_definition(profile: Profile, depth: int, branching: int, count: int
 @settings(deadline=None)
 @given(profiles, st.integers(1, 4), st.integers(1, 3), st.integers(0, 20))
 def test_a_predicted_tree_is_the_best_part_of_the_full_one(profile: Profile, depth: int, branching: int, count: int):
-    expected = expected_by_nodes(profile, depth, branching, 20)
+    expected, _ = grown_by_nodes(profile, depth, branching, 20)
     if count < len(expected):
         assert expected[count] == pytest.approx(grown_by_definition(profile, depth, branching, count))
 
 
 def test_a_chain_is_predicted_by_its_depths():
-    assert expected_by_nodes(Profile((0.5, 0.4)), 4, 1, 10) == pytest.approx((1, 1.5, 1.7, 1.78, 1.812))
+    assert grown_by_nodes(Profile((0.5, 0.4)), 4, 1, 10)[0] == pytest.approx((1, 1.5, 1.7, 1.78, 1.812))
     assert Profile((0.5, 0.4), (0.6, 0.2)).children(1, 3) == pytest.approx([0.5, 0.3, 0.1])
     assert Profile((0.5, 0.4), (0.6, 0.2)).children(9, 2) == pytest.approx([0.4, 0.36])
 

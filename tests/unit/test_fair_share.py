@@ -18,7 +18,6 @@ from specsplit.engine.prompt_budget import (
     MAX_STEP_ROWS,
     MOST_PASSES,
     QUANTUM_ROWS,
-    SHORT_STEP_S,
     PromptBudget,
 )
 from specsplit.speculation.step_times import StepTimes
@@ -72,6 +71,12 @@ def budget(times: dict[int, float] | None = None, **callers: SessionParams) -> P
     made.times = StepTimes(times) if times is not None else None
     made.params_of = callers.get
     return made
+
+
+def prompt_rows(shared: PromptBudget, rounds: list[Waiting], context: int = 0, num_rows: int = MAX_STEP_ROWS) -> int:
+    """Return how many of so many rows the only prompt takes beside these rounds."""
+    prompt = Waiting(num_rows, "asked", context=context)
+    return shared.share_out([*rounds, prompt])[prompt]
 
 
 def test_one_caller_with_many_prompts_gets_no_more_rows_than_one_with_one() -> None:
@@ -165,9 +170,10 @@ def test_beside_quick_rounds_only_prompts_of_sessions_may_take_longer() -> None:
 def test_a_score_ends_beside_prompts_without_end(times: dict[int, float]) -> None:
     shared = budget(times, asked=PARAMS)
     running, score, num_steps = Waiting(1, can_be_cut=False), Waiting(300), 0
+    short = prompt_rows(budget(times), [running], num_rows=MAX_STEP_ROWS - 1)
     while score.num_rows > 0:
         shares = shared.share_out([running, Waiting(512, "asked"), score])
-        assert sum(shares.values()) <= shared.prompt_rows([running], 0, SHORT_STEP_S), "the rounds keep their pace"
+        assert sum(shares.values()) <= short, "the rounds keep their pace"
         score.num_rows -= shares[score]
         num_steps += 1
     assert num_steps <= math.ceil(300 / LEAST_PROMPT_ROWS) * (MOST_PASSES + 1)
@@ -201,7 +207,7 @@ def test_limits_bound_a_step_and_the_part_of_one_prompt() -> None:
 def test_chunks_shrink_behind_a_long_context_once_its_cost_is_known() -> None:
     shared = budget({1: 0.10, 64: 0.12, 512: 0.50})
     rounds = [Waiting(1, can_be_cut=False, context=100) for _ in range(8)]
-    assert shared.prompt_rows(rounds, context=4000) == 128
+    assert prompt_rows(shared, rounds, context=4000) == 128
     per_session_s, per_pair_s = 2e-3, 1e-6
     rng = random.Random(5)
     for _ in range(60):
@@ -212,9 +218,9 @@ def test_chunks_shrink_behind_a_long_context_once_its_cost_is_known() -> None:
     assert shared.cost.session_s == pytest.approx(per_session_s, rel=0.01)
     assert shared.cost.pair_s == pytest.approx(per_pair_s, rel=0.01)
     # 32 rows behind 4,000 tokens are 128,000 pairs, 128 ms of a step of 120 ms; 64 behind none are a trifle.
-    assert shared.prompt_rows(rounds, context=4000) == 24
-    assert shared.prompt_rows(rounds, context=0) == 128
-    assert shared.prompt_rows([], context=4000) == MAX_STEP_ROWS
+    assert prompt_rows(shared, rounds, context=4000) == 24
+    assert prompt_rows(shared, rounds) == 128
+    assert prompt_rows(shared, [], context=4000) == MAX_STEP_ROWS
 
 
 def test_a_machine_that_stands_still_says_little_about_contexts() -> None:

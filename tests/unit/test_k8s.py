@@ -20,11 +20,10 @@ from kubernetes_validate import utils as schemas
 import specsplit
 from specsplit.cli import options
 from specsplit.cli.commands import app
-from specsplit.core.defaults import ENV_PREFIX
+from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, ENV_PREFIX
 from specsplit.core.errors import UsageError
 from specsplit.core.settings import KEYS
 from specsplit.model.attention.paths import slot_rows
-from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT
 from specsplit.rpc.server import serving
 from tests.support.kubernetes import (
     BASE,

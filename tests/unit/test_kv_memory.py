@@ -17,7 +17,7 @@ from specsplit.model.address_space import AddressSpace
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.kv_plan import KVRequest, plan_kv
 from specsplit.model.loader import load_model
-from specsplit.model.memory_size import parse_memory, shown_memory
+from specsplit.model.memory_size import parse_memory, parse_size, shown_memory
 from specsplit.orchestrator.request import Request
 from specsplit.stages.identity import StageIdentity
 from specsplit.stages.memory import chain_memory
@@ -42,17 +42,42 @@ def pages_held(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("8GiB", 8 << 30), ("512MiB", 512 << 20), ("1.5 kib", 1536), ("0.85", 0.85), (".5", 0.5), ("1", 1.0)],
+    [("0.85", 0.85), (".5", 0.5), ("1", 1.0), (None, None)],
 )
-def test_sizes_are_bytes_or_fractions(text: str, size: float):
+def test_a_size_of_a_cache_may_be_a_fraction(text: str | None, size: float | None):
     assert parse_memory(text) == size
     assert isinstance(parse_memory(text), type(size))
 
 
-@pytest.mark.parametrize("text", ["", "8", "8GB", "0", "0.0", "0GiB", "-1GiB", "1.5", "nan", "1e9KiB", "GiB"])
-def test_other_sizes_are_refused(text: str):
-    with pytest.raises(InvalidSettings, match="--kv-memory must be a size such as 8GiB"):
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("8GiB", 8 << 30),
+        ("8GB", 8 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5 kib", 1536),
+        ("1.5 kb", 1500),
+        (" 2TB ", 2 * 10**12),
+    ],
+)
+def test_sizes_are_binary_with_an_i_and_decimal_without(text: str, num_bytes: int):
+    for size in (parse_memory(text), parse_size(text, "--memory")):
+        assert (size, type(size)) == (num_bytes, int)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "8 apples", "0", "0.0", "0GiB", "-1GiB", "1.5", "nan", "1e9KiB", "GiB", "8GiB8GiB"]
+)
+def test_what_is_no_size_is_refused(text: str):
+    with pytest.raises(InvalidSettings, match=r"^--kv-memory must be a size such as 8GiB or 8GB, or a fraction"):
         parse_memory(text)
+    with pytest.raises(InvalidSettings, match=f"^--memory must be a size such as 24GiB or 24GB, not {text or 'empty'}"):
+        parse_size(text, "--memory")
+
+
+def test_only_a_cache_may_be_a_fraction_of_what_is_free():
+    with pytest.raises(InvalidSettings, match=r"not 0\.85\."):
+        parse_size("0.85", "--memory")
 
 
 def test_bytes_are_shown_as_a_user_reads_them():

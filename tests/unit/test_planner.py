@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specsplit.core.defaults import DEFAULT_NODE_LIMIT
 from specsplit.core.errors import InvalidRequest, InvalidSettings, OutOfMemory
 from specsplit.model.kv_plan import KVPlan
-from specsplit.model.loader import DEFAULT_NODE_LIMIT
 from specsplit.stages.planner import (
-    NODE_LIMIT,
     ChainPlan,
     Workload,
-    parse_size,
     plan_even,
     plan_memory,
     plan_ranges,
@@ -74,7 +72,6 @@ def test_manual_ranges_are_planned_as_given():
 
 
 def test_the_rows_behind_a_context_are_those_of_the_engine():
-    assert NODE_LIMIT == DEFAULT_NODE_LIMIT
     for context, nodes in ((100, 4), (100, 200), (600, 4), (2048, 4), (4096, 16), (8192, 16)):
         ours = Workload(context=context, nodes=nodes).slot_rows
         assert ours == KVPlan(context, max(nodes, DEFAULT_NODE_LIMIT), num_slots=1).capacity
@@ -160,20 +157,6 @@ def test_what_is_not_rounded_keeps_its_size():
     assert odd.num_bytes("int4") == pytest.approx(0.5625 * odd.matrix, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("512MiB", 2**29), ("1.5 gib", 3 * GIB // 2), (" 2TB ", 2 * 10**12)],
-)
-def test_sizes_are_binary_with_an_i_and_decimal_without(text: str, num_bytes: int):
-    assert parse_size(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "24", "24 apples", "-1GiB", "0GiB", "GiB", "1e3GiB", "24GiB80GiB"])
-def test_what_is_no_size_is_refused(text: str):
-    with pytest.raises(InvalidSettings, match="written like 24GiB"):
-        parse_size(text)
-
-
 @pytest.mark.parametrize("changes", [{"context": 1}, {"sessions": 0}, {"nodes": -1}])
 def test_a_workload_out_of_range_is_refused(changes: dict[str, int]):
     with pytest.raises(InvalidRequest, match="must be at least"):
@@ -190,7 +173,7 @@ def test_ample_budgets_give_the_even_split():
 
 
 def test_small_budgets_are_filled_and_the_rest_is_shared_evenly():
-    plan = plan_memory(read_shape(QWEN3_30B_A3B), [parse_size(size) for size in ("7GiB", "40GiB", "40GiB")])
+    plan = plan_memory(read_shape(QWEN3_30B_A3B), [7 * GIB, 40 * GIB, 40 * GIB])
     assert [len(stage.layers) for stage in plan.stages] == [5, 22, 21]
     assert all(stage.total_bytes <= (stage.budget_bytes or 0) for stage in plan.stages)
 

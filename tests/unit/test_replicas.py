@@ -26,7 +26,8 @@ from tests.support.virtual_time import run_virtual
 
 @asynccontextmanager
 async def two_fakes() -> AsyncIterator[tuple[Drafter, Verifier]]:
-    yield FakeDraft(), Replicas({"one": FakeTarget(), "other": FakeTarget()})
+    with Replicas({"one": FakeTarget(), "other": FakeTarget()}).session() as session:
+        yield FakeDraft(), session
 
 
 class TestReplicas(VerifierContract):

@@ -35,8 +35,7 @@ def path() -> LookupTree:
     nodes = TokenTree()
     for token_id in range(8):
         nodes.add(token_id - 1, token_id, 0.0)
-    lengths, ranks = [16] * 8, [0] * 8
-    return LookupTree(nodes, lengths, ranks, lookup_cells(lengths, nodes.depths, ranks))
+    return LookupTree(nodes, lookup_cells([16] * 8, nodes.depths, [0] * 8))
 
 
 PATH = path()
@@ -187,7 +186,8 @@ def test_a_tree_pays_alone_and_not_where_many_sessions_share_a_step():
 def test_what_a_worker_says_of_its_steps_is_believed_within_bounds(num_sessions: int):
     stats = shared(1)
     for _ in range(20):
-        stats.times.observe_verify(Timings(device_ms=10, num_forwards=1, num_tokens=1, batch_size=num_sessions), 0.01)
+        timings = Timings(device_ms=10, num_forwards=1, num_tokens=1, batch_size=num_sessions)
+        stats.times.observe_step(timings, is_concurrent=False, num_forks=0)
     assert decided(stats).tokens_per_s > 0
     assert stats.times.sessions.value in (1, MAX_STEP_SESSIONS)
 
@@ -209,9 +209,8 @@ def test_what_was_learned_at_one_load_stands_when_it_comes_back():
     slow = decided(stats).alternatives
     for num_sessions in (16, 1):
         for _ in range(9):
-            stats.times.observe_verify(
-                Timings(device_ms=10, num_forwards=1, num_tokens=1, batch_size=num_sessions), 0.01
-            )
+            timings = Timings(device_ms=10, num_forwards=1, num_tokens=1, batch_size=num_sessions)
+            stats.times.observe_step(timings, is_concurrent=False, num_forks=0)
         decision = decided(stats)
         if num_sessions == 16:
             for _ in range(60):
@@ -283,7 +282,8 @@ def test_sessions_of_other_limits_decide_for_themselves():
 def test_the_time_of_picks_counts_with_the_forward_and_not_with_the_way():
     times = WorkerTimes()
     for _ in range(20):
-        times.observe_verify(Timings(num_forwards=1, num_tokens=4, device_ms=3.0, sampling_ms=2.0), 0.006)
+        verified = Timings(num_forwards=1, num_tokens=4, device_ms=3.0, sampling_ms=2.0)
+        times.observe_round(verified, 0.006, 0.0, "plain", is_concurrent=False)
         times.observe_propose(Timings(num_forwards=2, num_tokens=4, device_ms=4.0, sampling_ms=2.0), 0.007)
     assert times.verify is not None
     assert times.draft is not None

@@ -58,7 +58,8 @@ def test_prompts_take_what_leaves_the_rounds_their_pace(
     times: dict[int, float] | None, round_rows: int, expected: int
 ) -> None:
     rounds = [Waiting(round_rows, can_be_cut=False)] if round_rows else []
-    assert budget(times).prompt_rows(rounds) == expected
+    prompt = Waiting(MAX_STEP_ROWS, session="asked")
+    assert budget(times).share_out([*rounds, prompt]) == {prompt: expected}
 
 
 @pytest.mark.parametrize(

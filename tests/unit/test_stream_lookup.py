@@ -283,12 +283,11 @@ def serve(
     mode: Mode,
     round_trip_s: float,
     *,
-    looks_up: bool,
     lookup: bool = True,
     draft: bool = False,
     target_type: type[RepeatingTarget] = RepeatingTarget,
 ) -> Result:
-    target = target_type(Diary(), lambda rows: STEP_S, round_trip_s, LookupKnowledge() if looks_up else None)
+    target = target_type(Diary(), lambda rows: STEP_S, round_trip_s)
     drafter = TimedDraft(Diary(), 0.002, good_guess) if draft else None
 
     async def main() -> Result:
@@ -308,8 +307,8 @@ def serve(
 @pytest.mark.parametrize("draft", [False, True], ids=["alone", "with a draft"])
 @pytest.mark.parametrize("round_trip_s", [0.0, 0.01, 0.2])
 def test_lookup_in_a_stream_pays_for_no_round_trip(round_trip_s: float, draft: bool) -> None:
-    plain = serve("plain", 0.0, looks_up=True)
-    result = serve("auto", round_trip_s, looks_up=True, draft=draft)
+    plain = serve("plain", 0.0)
+    result = serve("auto", round_trip_s, draft=draft)
     assert result.token_ids == plain.token_ids
     if round_trip_s:
         assert result.rounds_by_mode == {"stream": result.num_rounds}
@@ -323,15 +322,8 @@ def test_lookup_in_a_stream_pays_for_no_round_trip(round_trip_s: float, draft: b
     )
 
 
-def test_a_target_of_an_earlier_release_is_sent_what_lookup_finds() -> None:
-    result = serve("auto", 0.2, looks_up=False)
-    assert result.token_ids == serve("plain", 0.0, looks_up=False).token_ids
-    assert result.rounds_by_mode.get("stream", 0) > 0
-    assert result.speculative_decoding.num_accepted_draft_tokens > 20
-
-
 def test_without_lookup_a_target_next_door_still_goes_on_by_itself() -> None:
-    result = serve("auto", 0.001, looks_up=True, lookup=False)
+    result = serve("auto", 0.001, lookup=False)
     assert result.rounds_by_mode == {"stream": result.num_rounds}
     assert result.speculative_decoding.num_draft_tokens == 0
 
@@ -360,8 +352,8 @@ class RefusingTarget(RepeatingTarget):
 
 @pytest.mark.parametrize("draft", [False, True], ids=["alone", "with a draft"])
 def test_auto_does_without_a_stream_that_its_caller_may_not_have(draft: bool) -> None:
-    plain = serve("plain", 0.01, looks_up=True)
-    result = serve("auto", 0.01, looks_up=True, draft=draft, target_type=RefusingTarget)
+    plain = serve("plain", 0.01)
+    result = serve("auto", 0.01, draft=draft, target_type=RefusingTarget)
     assert result.token_ids == plain.token_ids
     assert "stream" not in result.rounds_by_mode
     assert result.timings.decode_s < plain.timings.decode_s

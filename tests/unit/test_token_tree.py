@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specsplit.core.types import Proposal
-from specsplit.speculation.acceptance import Acceptance, agreed_cell, draft_cell, lookup_cells
+from specsplit.speculation.acceptance import Acceptance, lookup_cells
 from specsplit.speculation.token_tree import ROOT_INDEX, UNNUMBERED, SpeculationTree, TokenTree
+from tests.support.cells import agreed_cell, draft_cell
 
 VOCAB_SIZE = 100
 FLAT = (-1.0,) * 10

@@ -78,7 +78,7 @@ def test_a_step_with_the_rows_of_prompts_says_nothing_of_as_many_tokens(times: W
         num_forwards=1, num_tokens=1, batch_size=4, step_rows=4 + MAX_BEYOND * ROW_GRID[-1], device_ms=200.0
     )
     for _ in range(20):
-        times.observe_verify(with_prompt, 0.2)
+        times.observe_round(with_prompt, 0.2, 0.0, "plain", is_concurrent=False)
     assert (times.verify.grid, times.sessions_s) == (before, 0)
 
 
@@ -88,7 +88,8 @@ def test_the_rows_of_a_step_are_those_that_its_worker_tells(times: WorkerTimes, 
     assert times.verify is not None
     before = times.verify.grid
     for _ in range(20):
-        times.observe_verify(Timings(num_forwards=1, num_tokens=2, batch_size=4, step_rows=5, device_ms=18.0), 0.06)
+        step = Timings(num_forwards=1, num_tokens=2, batch_size=4, step_rows=5, device_ms=18.0)
+        times.observe_round(step, 0.06, 0.0, "tree", is_concurrent=False)
     assert times.sessions_s == pytest.approx(0.006)
     assert times.verify.grid == before, "what other sessions add says nothing of rows"
 
@@ -96,7 +97,8 @@ def test_the_rows_of_a_step_are_those_that_its_worker_tells(times: WorkerTimes, 
 def test_several_that_take_less_than_one_was_believed_to_correct_it(times: WorkerTimes, here: DecodingSessions):
     here.count = 4
     for _ in range(20):
-        times.observe_verify(Timings(num_forwards=1, num_tokens=1, batch_size=4, step_rows=4, device_ms=2.0), 0.003)
+        step = Timings(num_forwards=1, num_tokens=1, batch_size=4, step_rows=4, device_ms=2.0)
+        times.observe_round(step, 0.003, 0.0, "plain", is_concurrent=False)
     assert times.verify is not None
     assert times.verify.seconds(4) < 0.003
     assert times.sessions_s == 0

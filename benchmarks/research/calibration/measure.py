@@ -24,11 +24,10 @@ from specsplit.draft import engine as draft_engine
 from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Request
 from specsplit.sampling.processors import process_logits
-from specsplit.speculation.acceptance import agreed_cell, lookup_cells
+from specsplit.speculation.acceptance import FIRST_AGREED, lookup_cells
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.token_tree import SpeculationTree
 
-_FIRST_AGREED = agreed_cell(0.0, 0)
 (_FIRST_LOOKUP,) = lookup_cells([1], [1], [0])
 """Cells are in this order: the draft's, those where lookup agrees, lookup's alone."""
 
@@ -126,7 +125,7 @@ class WatchedExperience(SpeculationStats):
     def _node(self, tree: SpeculationTree, node: int, rank: int, text: list[int], *, is_right: bool) -> Node:
         position, cell = tree.root_position + tree.nodes.depths[node], tree.cells[node]
         word = self.words[tuple(text[:position])][tree.nodes.token_ids[node]] if cell < _FIRST_LOOKUP else None
-        source: Source = "draft" if cell < _FIRST_AGREED else "both" if cell < _FIRST_LOOKUP else "lookup"
+        source: Source = "draft" if cell < FIRST_AGREED else "both" if cell < _FIRST_LOOKUP else "lookup"
         return Node(
             prompt=self._prompt,
             position=position,

@@ -1,1 +1,1 @@
-"""Shows where the time of a round goes: spans of a generation as a timeline, profiles, bars of a network."""
+"""Shows where the time of a round goes: profiles, and the spans of a generation as intervals."""

@@ -123,19 +123,6 @@ def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return spans
 
 
-def requests(paths: Sequence[Path]) -> list[Path]:
-    """Return the files that hold a request; those of workers hold none.
-
-    Raises:
-        InvalidRequest: there are files, but none holds a request, or one holds something else.
-    """
-    found = [path for path in paths if any(span["name"] == "request" for span in read([path]))]
-    if paths and not found:
-        names = ", ".join(path.name for path in paths)
-        raise InvalidRequest(f"{names}: no request; add the trace file of the orchestrator.", param="file")
-    return found
-
-
 def timeline(spans: Sequence[Mapping[str, Any]]) -> Timeline | None:
     """Return the first request's rounds after its first one, which takes in the prompt; None where there are none."""
     requests = [span for span in spans if span["name"] == "request"]

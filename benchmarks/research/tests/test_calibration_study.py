@@ -31,8 +31,9 @@ from specsplit.core.types import Proposal, SamplingParams
 from specsplit.draft import engine as draft_engine
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.orchestrator.request import Request
-from specsplit.speculation.acceptance import draft_cell, lookup_cells
+from specsplit.speculation.acceptance import lookup_cells
 from specsplit.speculation.token_tree import ROOT_INDEX, SpeculationTree, TokenTree
+from tests.support.cells import draft_cell
 
 
 def _silent(name: str) -> None:

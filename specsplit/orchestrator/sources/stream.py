@@ -76,11 +76,10 @@ class StreamSource(TreeSource):
     # The stream takes its nodes from here; see `target_client.NodeFeed`.
 
     def take_unsent(self, first_node: int) -> tuple[Proposal, bool]:
-        """Return the nodes not yet sent, numbered from `first_node`, and whether the draft is at work on more."""
+        """Return the draft's nodes not yet sent, numbered from `first_node`, and whether it is at work on more."""
         background = self._speculator.background
         is_more_coming = background is not None and background.is_growing
-        drafted_only = self._target.limits.lookup_branching > 0  # a target that looks up itself has the others
-        return self._speculator.tree.take_unsent(first_node, drafted_only=drafted_only), is_more_coming
+        return self._speculator.tree.take_unsent(first_node), is_more_coming
 
     def forget_sent(self) -> None:
         """Count all nodes as unsent: the stream begins anew."""
@@ -100,7 +99,7 @@ class StreamSource(TreeSource):
         if verdict.timings.num_tokens == 1 + len(verdict.verified):  # otherwise the step took in text as well
             forks = num_forks(result.speculation.proposal.parents)
             times = speculator.stats.times
-            times.observe_verify(verdict.timings, None, is_concurrent=self._is_concurrent, num_forks=forks)
+            times.observe_step(verdict.timings, is_concurrent=self._is_concurrent, num_forks=forks)
         speculator.waits.end_round(had_nodes=True)
         speculator.advance(result, is_streamed=True)
 

@@ -364,7 +364,6 @@ class Identity(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
     MODEL_REVISION_FIELD_NUMBER: _builtins.int
-    LOOKS_UP_FIELD_NUMBER: _builtins.int
     FORK_S_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     protocol_version: _builtins.int
@@ -390,8 +389,6 @@ class Identity(_message.Message):
     """Bytes that the KV cache may take, if they are why the context is not longer; else 0."""
     model_revision: _builtins.str
     """Commit of the hub that the model's files are of; empty if they are not from the hub, or nobody said."""
-    looks_up: _builtins.bool
-    """Whether a target can look up nodes itself: see Open."""
     fork_s: _builtins.float
     """Seconds that each further branch of a target's tree takes beside its rows; 0 where nobody measured."""
     @_builtins.property
@@ -420,12 +417,11 @@ class Identity(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
         model_revision: _builtins.str = ...,
-        looks_up: _builtins.bool = ...,
         fork_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "fork_s", b"fork_s", "kv_bytes", b"kv_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "looks_up", b"looks_up", "max_nodes", b"max_nodes", "model", b"model", "model_revision", b"model_revision", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "fork_s", b"fork_s", "kv_bytes", b"kv_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "max_nodes", b"max_nodes", "model", b"model", "model_revision", b"model_revision", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -160,9 +160,7 @@ class Open(_message.Message):
     max_depth: _builtins.int
     max_unacknowledged: _builtins.int
     lookup_branching: _builtins.int
-    """Children of one node among those that the target itself looks up in the text; 0 if it is to look up none. Only for
-    a target whose Identity says `looks_up`.
-    """
+    """Children of one node among those that the target itself looks up in the text; 0 if it is to look up none."""
     @_builtins.property
     def turn(self) -> _common_pb2.Turn: ...
     def __init__(

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT
 from specsplit.core.errors import InvalidRequest, ModelDamaged, PeerMismatch
 from specsplit.core.types import TokenizerFiles
 from specsplit.model.files import load_config, load_tokenizer, tokenizer_files
 from specsplit.model.identity import has_weights, weights_hash
-from specsplit.model.loader import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, DTYPES, LoadedModel, as_context, as_dtype
+from specsplit.model.loader import DTYPES, LoadedModel, as_context, as_dtype
 from specsplit.model.probe import refuse_by_config
 from specsplit.model.rope import has_long_factors, with_factors
 from specsplit.model.runner import Runner

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT
 from specsplit.core.errors import InvalidRequest
 from specsplit.model import exactness
 from specsplit.model.attention.function import NAME
@@ -22,8 +23,6 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.files import load_config, translated
 from specsplit.model.kv_plan import KVRequest
 from specsplit.model.loader import (
-    DEFAULT_CONTEXT,
-    DEFAULT_NODE_LIMIT,
     Loaded,
     allocate,
     as_context,
