@@ -156,7 +156,7 @@ Depth = Annotated[
         "--depth",
         _SPECULATION,
         "Levels of a tree, at most.",
-        f"{DEFAULT_DEPTH}, or auto's choice; of a chain by default, as --nodes says",
+        f"{DEFAULT_DEPTH}, or auto's choice; that of --nodes where pingpong drafts chains by default",
         "D",
     ),
 ]
