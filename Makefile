@@ -33,7 +33,7 @@ demo: $(RUNS)  ## Write text with the embedded pair, plain decoding beside it (m
 	@printf '%s' "$$PROMPT"
 	@$(BIN)/specsplit orchestrate --prompt "$$PROMPT" --max-new-tokens 96 --compare
 
-test: $(TOOLS)  ## Run the tests, slow ones left out (10 to 22 minutes on two idle cores; JOBS=4 uses four)
+test: $(TOOLS)  ## Run the tests, slow ones left out (about 11 minutes on two idle cores; JOBS=4 uses four)
 	$(PYTEST) -m "not slow"
 
 test-all: $(TOOLS)  ## Run every test over the full product of families, trees and sampling

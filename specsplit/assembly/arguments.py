@@ -97,7 +97,7 @@ class RequestOptions(TypedDict, total=False):
     depth: int
     """Levels of a tree at most."""
     branching: int
-    """Children of a node at most; 1 drafts chains, as `pingpong` does by default where a target's branches are dear."""
+    """Children of a node at most; 1 drafts chains, as `pingpong` does by default where further ones slow the target."""
     lookup: bool
     """Whether trees also hold the tokens that followed the same words earlier in the text."""
     priority: int

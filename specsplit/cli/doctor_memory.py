@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specsplit.cli.doctor_checks import Check, is_coordinator
-from specsplit.core.defaults import SERVED_SESSIONS
+from specsplit.core.defaults import MOST_SERVED, SERVED_SESSIONS
 from specsplit.core.settings import Settings
 from specsplit.model.memory_size import MemorySize, parse_memory, shown_memory
 
@@ -37,7 +37,7 @@ class KVDemand:
 
 def memory_checks(models: Sequence[LoadedModel], settings: Settings) -> list[Check]:
     """Check the memory of each device that has some of these models, the target before the draft."""
-    from specsplit.model.memory import available_bytes
+    from specsplit.model.memory import available_bytes, num_sessions
 
     demands: dict[str, list[KVDemand]] = {}
     free: dict[str, int | None] = {}
@@ -53,7 +53,10 @@ def memory_checks(models: Sequence[LoadedModel], settings: Settings) -> list[Che
             budget = rows * cache.row_bytes
         elif budget is None and not is_coordinator(settings):
             budget = parse_memory(settings.target.kv_memory)
-        sessions = section.sessions or SERVED_SESSIONS
+        bounds = (SERVED_SESSIONS, MOST_SERVED)
+        sessions = section.sessions or num_sessions(
+            cache.row_bytes, model.context, model.node_limit, bounds, model.runner.device
+        )
         demand = KVDemand(model.role, sessions, cache.capacity * cache.row_bytes, cache.row_bytes, budget)
         demands.setdefault(device, []).append(demand)
         if budget is not None:

@@ -152,7 +152,13 @@ Nodes = Annotated[
 ]
 Depth = Annotated[
     int | None,
-    option("--depth", _SPECULATION, "Levels of a tree, at most.", f"{DEFAULT_DEPTH}, or auto's choice", "D"),
+    option(
+        "--depth",
+        _SPECULATION,
+        "Levels of a tree, at most.",
+        f"{DEFAULT_DEPTH}, or auto's choice; that of --nodes where pingpong drafts chains by default",
+        "D",
+    ),
 ]
 Branching = Annotated[
     int | None,
@@ -160,7 +166,7 @@ Branching = Annotated[
         "--branching",
         _SPECULATION,
         "Children of a node, at most; 1 drafts chains.",
-        f"{DEFAULT_BRANCHING}, or 1 in pingpong where the target's branches are dear",
+        f"{DEFAULT_BRANCHING}, or 1 in pingpong where further children slow this target",
         "B",
     ),
 ]

@@ -246,7 +246,7 @@ class OrchestratorSettings(LinkSettings):
 
     mode: Mode = defaults.MODE
     nodes: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """None: DEFAULT_NODES in a fixed mode, and in `auto` what it chooses; `depth` alike."""
+    """None: DEFAULT_NODES in a fixed mode, and in `auto` what it chooses; `depth` alike, but for a chain by default."""
     depth: Annotated[int, Field(ge=1, le=64)] | None = None
     branching: Annotated[int, Field(ge=1, le=64)] | None = None
     lookup: bool = defaults.LOOKUP

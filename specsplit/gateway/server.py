@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import socket
 import struct
 import sys
@@ -267,6 +268,7 @@ async def serving_http(
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
     config.on_cut = on_cut
+    logging.getLogger("uvicorn.error").addFilter(_is_of_use)
     server = _Uvicorn(config)
     running = asyncio.create_task(server.serve([listener]))
     await server.has_started.wait()
@@ -277,6 +279,11 @@ async def serving_http(
     finally:
         await serving.drain(0)
         listener.close()
+
+
+def _is_of_use(line: logging.LogRecord) -> bool:
+    """Return whether a line of uvicorn's log says something: not if a drain whose time is over has cut off nothing."""
+    return not line.getMessage().startswith("Cancel 0 running task(s)")
 
 
 def _listen(host: str, port: int, option: str) -> socket.socket:

@@ -8,6 +8,7 @@ from typing import get_args
 from specsplit.core.defaults import DEFAULT_BRANCHING, DEFAULT_DEPTH, DEFAULT_NODES, Mode
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import Budget, Identity
+from specsplit.limits import MAX_DEPTH
 from specsplit.speculation.constants import AUTO_DEPTH, DEAR_BRANCH, DEFAULT_MAX_NODES
 from specsplit.speculation.cost_model import RoundMode
 
@@ -56,11 +57,15 @@ class Speculation:
     def for_target(self, target: Identity) -> Speculation:
         """Return the settings for sessions of `target`: ping-pong drafts chains by default where branches are dear.
 
-        Other modes need branches: what is drafted ahead has to have the bonus token among its nodes.
+        Such a chain has `nodes` levels where the user set `nodes` and no `depth`; otherwise it would end at the default
+        depth. Other modes need branches: what is drafted ahead has to have the bonus token among its nodes.
         """
         if self.mode != "pingpong" or self.branching is not None or not target.step_times:
             return self
-        return replace(self, branching=1) if target.fork_s > DEAR_BRANCH * target.step_times[0][1] else self
+        if target.fork_s <= DEAR_BRANCH * target.step_times[0][1]:
+            return self
+        levels = None if self.nodes is None else min(self.nodes, MAX_DEPTH)
+        return replace(self, branching=1, depth=self.depth or levels)
 
     def has_trees(self, *, has_draft: bool) -> bool:
         """Return whether there is anything to make trees of; `has_draft` says whether this mode has one to ask."""

@@ -287,6 +287,17 @@ async def test_a_drain_waits_for_streams_and_then_ends_them() -> None:
         await app.has_ended.wait()
 
 
+async def test_a_drain_says_what_it_cut_off_and_nothing_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    for sent, words in ((b"", []), (REQUEST, ["Cancel 1 running task(s), timeout graceful shutdown exceeded"])):
+        async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
+            writer.write(sent)
+            if sent:
+                await reader.readuntil(b"data:")
+            await running.drain(0)
+        lines = [record.getMessage() for record in caplog.records]
+        assert [line for line in lines if line.startswith("Cancel")] == words
+
+
 async def test_a_connection_that_is_new_when_a_drain_begins_is_answered() -> None:
     async with serving_http(App(), "127.0.0.1", 0) as running, connected(running) as (reader, writer):
         draining = asyncio.create_task(running.drain(30))

@@ -92,8 +92,6 @@ def test_a_command_of_readme_answers(
         source, _, command = command.removeprefix("cat ").partition(" | ")
         stdin = (ROOT / source).read_bytes()
     arguments = _arguments(command, workers)
-    if "chat" in arguments:
-        arguments.append("--raw")  # the embedded pair has no chat template
     code, out, err = run(*arguments, stdin=stdin, OMP_NUM_THREADS="1")
     assert (code, "Error" in err) == (0, False), err
     written = Path("answers.jsonl").read_text() if "--output" in arguments else out

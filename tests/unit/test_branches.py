@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specsplit.core.types import Identity, Timings
+from specsplit.core.types import Budget, Identity, Timings
 from specsplit.draft.engine import DraftEngine
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.rpc import codec
 from specsplit.speculation.cost_model import Costs, Limits, Profile, RoundMode, choose_plan, round_s
+from specsplit.speculation.options import Speculation
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import ROOT_INDEX, TokenTree, num_forks
 from specsplit.speculation.worker_times import DraftTimes, WorkerTimes
@@ -50,6 +51,23 @@ def test_a_plan_branches_where_that_is_free_and_not_where_it_is_dear():
     assert (free.mode, free.branching) == ("pingpong", 2)
     assert (dear.mode, dear.branching, dear.nodes) == ("pingpong", 1, dear.depth)
     assert dear.tokens_per_s < free.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [
+        ({}, (4, 3, 1)),
+        ({"nodes": 8}, (8, 8, 1)),
+        ({"nodes": 200}, (200, 64, 1)),
+        ({"nodes": 8, "depth": 5}, (8, 5, 1)),
+        ({"nodes": 8, "branching": 2}, (8, 3, 2)),
+    ],
+)
+def test_a_chain_by_default_has_as_many_levels_as_nodes(given: dict[str, int], bounds: tuple[int, int, int]):
+    speculation = Speculation(mode="pingpong", **given)
+    dear, free = (Identity("target", "m", 8, "v", 64, 16, step_times=CURVE, fork_s=fork_s) for fork_s in (0.002, 0.0))
+    assert speculation.for_target(dear).bounds == Budget(*bounds)
+    assert speculation.for_target(free) == speculation
 
 
 @settings(deadline=None)

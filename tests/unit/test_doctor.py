@@ -17,6 +17,7 @@ from specsplit.cli.doctor_links import check_links
 from specsplit.cli.doctor_memory import KVDemand, memory_check, memory_checks
 from specsplit.cli.main import main
 from specsplit.core.settings import load_settings
+from specsplit.model.attention.paths import slot_rows
 from tests.support.certificates import Authority
 
 
@@ -141,8 +142,19 @@ def test_doctor_counts_the_memory_of_stages_for_no_draft(monkeypatch: pytest.Mon
     draft: Any = SimpleNamespace(role="draft", runner=SimpleNamespace(cache=cache, device=torch.device("cpu")))
     monkeypatch.setenv("SPECSPLIT_TARGET_STAGES", "127.0.0.1:1")
     monkeypatch.setenv("SPECSPLIT_TARGET_KV_MEMORY", "1TiB")
+    monkeypatch.setenv("SPECSPLIT_DRAFT_SESSIONS", "4")
     (check,) = memory_checks([draft], load_settings({}, purpose="check").settings)
     assert "4.0 MiB of the draft for 4 full sessions" in check.detail
+
+
+@pytest.mark.parametrize(("free_mib", "words"), [(1 << 10, "16 full"), (40, "10 full"), (1, "4 full")])
+def test_doctor_counts_the_slots_that_a_service_would_take(monkeypatch: pytest.MonkeyPatch, free_mib: int, words: str):
+    cache = SimpleNamespace(capacity=slot_rows(1000 + 24), row_bytes=(1 << 20) // slot_rows(1000 + 24))
+    runner = SimpleNamespace(cache=cache, device=torch.device("cpu"))
+    model: Any = SimpleNamespace(role="target", runner=runner, context=1000, node_limit=24)
+    monkeypatch.setattr("specsplit.model.memory.available_bytes", lambda _device: free_mib << 20)
+    (check,) = memory_checks([model], load_settings({}, purpose="check").settings)
+    assert f"of the target for {words} sessions" in check.detail
 
 
 def test_doctor_goes_on_behind_each_failed_check(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
