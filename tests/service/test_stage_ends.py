@@ -217,14 +217,14 @@ async def test_what_ends_while_slots_move_to_a_spare_is_forgotten_there_too(monk
             return num_bytes
 
         monkeypatch.setattr(StagePeer, "move_slot", move_and_wait)
-        draining = asyncio.create_task(chain.hosts[1].server.drain(LIMIT_S))
+        source, target = chain.link.addresses[1], chain.link.spare_addresses[0]
+        moving = asyncio.create_task(chain.link.move_slots(source, target))
         await moved.wait()
         await chain.target.close("one")
         await wait_until(lambda: all(num_rows(host)[0] == 0 for host in chain.hosts))
         assert num_rows(chain.spares[0]) == [40, 0, 0, 0]
         may_go_on.set()
-        await draining
-        await wait_until(lambda: chain.link.statistics.num_moved_slots == 2)
+        assert await moving == 2
         await wait_until(lambda: num_rows(chain.spares[0]) == [0, 40, 0, 0])
         await wait_until(lambda: not chain.link.num_ended_slots)
 

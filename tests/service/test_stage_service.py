@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specsplit.core.defaults import EndsAt
-from specsplit.core.errors import PeerMismatch, WorkerUnreachable
+from specsplit.core.errors import InvalidRequest, PeerMismatch, WorkerUnreachable
 from specsplit.core.types import SamplingParams, Verdict
 from specsplit.engine.executor import LoopExecutor
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
@@ -195,23 +195,36 @@ async def test_a_draining_stage_gives_way_to_a_spare_with_no_row_recomputed() ->
         assert chain.resent == []
 
 
-async def test_slots_move_on_as_one_stage_after_another_drains() -> None:
+async def test_slots_are_moved_to_a_spare_on_demand() -> None:
     texts, given = await asyncio.to_thread(expected, "hot", "tree")
     model = shards("stages", (1,))
-    spares = [spare.__wrapped__(1, "stages", (1,)) for _ in range(3)]  # each with rows of its own, which no cache gives
-    async with opened_remote(model, spares) as chain:
+    async with opened_remote(model, [spare(1, "stages", (1,))]) as chain:
+        moves = 0
 
-        async def drain_between_rounds() -> None:
-            for host in (chain.hosts[1], *chain.spares[:2]):
-                await wait_until(lambda host=host: chain.link.addresses[1] == host.address)
-                await host.server.drain(LIMIT_S)
+        async def move_between_rounds() -> None:
+            nonlocal moves
+            for _ in range(4):
+                source, target = chain.link.addresses[1], chain.link.spare_addresses[0]
+                moves += await chain.link.move_slots(source, target)
 
-        draining = asyncio.create_task(drain_between_rounds())
+        moving = asyncio.create_task(move_between_rounds())
         assert await together(chain.target, SAMPLING["hot"], LENGTHS, texts, "tree") == given
-        await draining
-        await wait_until(lambda: chain.link.addresses[1] == chain.spares[2].address)
+        await moving
         assert chain.runner.chain_statistics.recomputed_tokens == 0
-        assert chain.link.statistics.num_moved_slots > 0
+        assert chain.link.statistics.num_moved_slots == moves > 0
+
+
+async def test_a_stage_that_a_spare_has_replaced_meanwhile_is_not_moved() -> None:
+    texts, given = await asyncio.to_thread(expected, "hot", "tree")
+    model = shards("stages", (1,))
+    async with opened_remote(model, [spare(1, "stages", (1,))]) as chain:
+        source, target = chain.link.addresses[1], chain.link.spare_addresses[0]
+        await chain.hosts[1].stop()
+        await wait_until(lambda: chain.link.trouble is not None)
+        with pytest.raises(InvalidRequest, match=f"no stage at {source} here"):
+            await chain.link.move_slots(source, target)
+        assert chain.link.addresses[1] == target
+        assert await together(chain.target, SAMPLING["hot"], LENGTHS, texts, "tree") == given
 
 
 @pytest.mark.parametrize("client", [RemoteVerifier, RemoteDrafter])

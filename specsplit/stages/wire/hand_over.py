@@ -1,4 +1,4 @@
-"""Moves what the slots of a draining stage hold to a spare, which then takes its place."""
+"""Moves what a stage's slots hold to a spare, which then takes its place: on demand, or when the stage drains."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class SlotMover:
         if moving:
             await asyncio.wait(moving)
 
-    async def _move(self, connector: ChainConnector, peer: StagePeer, spare: StagePeer) -> None:
-        """Let `spare` take the place of `peer` with its slots; if it fails the chain is as it was.
+    async def move(self, connector: ChainConnector, peer: StagePeer, spare: StagePeer) -> int:
+        """Let `spare` take the place of `peer` with its slots, and return how many were moved.
 
-        It is called with `in_order` held.
+        It is called with `in_order` held. If it fails the chain is as it was.
         """
         members, timeout_s = self._members, self._members.options.call_timeout_s
         connection = await connector.ready()
@@ -51,15 +51,17 @@ class SlotMover:
         following = "" if index + 1 == num_stages else members.stages[index + 1].address
         await _wait_quiet(connection, peer, timeout_s)
         # The spare learns its position in a chain that is never connected: the number after it configures everybody.
-        chain = connector.next_chain()
+        chain, num_moved = connector.next_chain(), 0
         await spare.configure(chain, index, num_stages, following, keep_slots=False)
         for slot in range(members.num_slots):
             num_bytes = await peer.move_slot(chain, slot, spare, timeout_s)
             connector.statistics.moved_bytes += num_bytes
-            connector.statistics.num_moved_slots += num_bytes > 0
+            num_moved += num_bytes > 0
+        connector.statistics.num_moved_slots += num_moved
         # From here on the spare is a member: should connecting fail, the chain is restored with it if possible.
         members.swap(index, spare, WorkerUnreachable(f"{peer.name} was to be replaced."))
         await connector.connect(keep_slots=True)
+        return num_moved
 
     async def _move_off(self, connector: ChainConnector, peer: StagePeer) -> None:
         """Move a draining stage's slots to the first spare that takes them; without one it is replaced when it ends."""
@@ -68,7 +70,7 @@ class SlotMover:
                 if peer not in self._members.stages:
                     return
                 with suppress(SpecSplitError):
-                    await self._move(connector, peer, spare)
+                    await self.move(connector, peer, spare)
 
 
 async def _wait_quiet(connection: Connection, peer: StagePeer, timeout_s: float) -> None:

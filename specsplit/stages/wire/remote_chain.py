@@ -21,7 +21,7 @@ from specsplit.stages.wire.connection import Connection
 from specsplit.stages.wire.connector import ChainConnector
 from specsplit.stages.wire.ended import EndedSlots
 from specsplit.stages.wire.hand_over import SlotMover
-from specsplit.stages.wire.members import ChainMembers
+from specsplit.stages.wire.members import ChainMembers, find
 from specsplit.stages.wire.options import LinkOptions
 from specsplit.stages.wire.peer import StagePeer
 from specsplit.stages.wire.statistics import RemoteChainStatistics
@@ -187,6 +187,20 @@ class RemoteChain:
         """Give up a connection whose streams were opened under an earlier name than calls have now."""
         if (connection := self._current()) is not None and peer in connection.peers:
             connection.lose(WorkerUnreachable("The target's certificate has another name, so the chain is made anew."))
+
+    async def move_slots(self, from_address: str, to_address: str) -> int:
+        """Let a spare take a stage's place with all that its slots hold; return how many slots were moved.
+
+        Waits for packets in flight, and holds up those that come meanwhile. If it fails the chain is as it was.
+
+        Raises:
+            InvalidRequest: there is no such stage, or no such spare.
+            PeerMismatch: the spare is of other layers; LinkError: one of the two is lost.
+        """
+        async with self._in_order:
+            peer = find(self._members.stages, from_address)
+            spare = find(self._members.spares, to_address)
+            return await self._mover.move(self._connector, peer, spare)
 
     async def aclose(self) -> None:
         """Let the stages go, which frees their slots, and close the connections."""
