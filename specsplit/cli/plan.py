@@ -100,10 +100,9 @@ def plan(
 ) -> None:
     """Plan which layers of a target go to which stage, from its config.json alone."""
     from specsplit.stages.planner import DEFAULT_CONTEXT, Workload
-    from specsplit.stages.shard.counting import read_shape
 
     model, num_stages = _today(model, num_stages, config, stages)
-    shape = read_shape(str(_config_path(model)), model)
+    shape = _read_shape(model)
     workload = Workload(
         context=min(shape.max_context or DEFAULT_CONTEXT, DEFAULT_CONTEXT) if context is None else context,
         sessions=sessions,
@@ -178,6 +177,18 @@ def _cut(
             shape, [planner.parse_size(size) for size in memory.split(",")], workload, first_stage
         )
     return planner.plan_even(shape, 1 if num_stages is None else num_stages, workload)
+
+
+def _read_shape(model: str) -> ModelShape:
+    """Return the shape of the model; a wrong path is refused before torch is imported.
+
+    Raises:
+        ModelNotFound, ModelDamaged, ModelUnsupported.
+    """
+    path = _config_path(model)
+    from specsplit.stages.shard.counting import read_shape
+
+    return read_shape(str(path), model)
 
 
 def _config_path(source: str) -> Path:

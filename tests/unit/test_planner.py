@@ -154,7 +154,7 @@ def test_what_is_not_rounded_keeps_its_size():
     mixture = shape_of(QWEN3_30B_A3B).layers[0]
     assert mixture.kept == 128 * 3 * 2048 * 768 + 2048 * 128 + 2 * 2048 + 2 * 128
     assert mixture.num_bytes("int8") == pytest.approx(mixture.rounded + 2 * mixture.kept, rel=0.01)
-    odd = shape_of({**LLAMA_3_8B, "hidden_size": 896, "num_attention_heads": 14, "head_dim": 64}).layers[0]
+    odd = shape_of({**LLAMA_3_8B, "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}).layers[0]
     assert odd.num_bytes("int8") > 1.1 * odd.rounded
     assert odd.num_bytes("int4") == pytest.approx(0.5625 * odd.rounded, rel=0.01)
 
