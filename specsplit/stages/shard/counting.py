@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,11 @@ def _refuse_damaged(path: Path, name: str) -> None:
         raise ModelDamaged(f"{path} holds no JSON object, so it is no model's config.json.")
     if not isinstance(given.get("model_type"), str):
         raise ModelDamaged(f"The config.json of {name} names no model_type.")
-    for part in (given, given.get("text_config")):
-        for key, most in _MOST.items() if isinstance(part, dict) else ():
-            size = part.get(key)
-            if type(size) is int and not 1 <= size <= most:
-                raise ModelDamaged(f"The config.json of {name} has a {key} that is no such number ({size}).")
+    parts: list[Any] = [given, given.get("text_config")]
+    for part, (key, most) in product(parts, _MOST.items()):
+        size = part.get(key) if isinstance(part, dict) else None
+        if type(size) is int and not 1 <= size <= most:
+            raise ModelDamaged(f"The config.json of {name} has a {key} that is no such number ({size}).")
 
 
 def _without_values(model: Any) -> PreTrainedModel:
@@ -135,15 +136,15 @@ def _size(num_params: int, call: LinearCall | None, roundings: Mapping[WeightFor
 def _ends(model: PreTrainedModel, outline: Outline, counter: _Counter) -> tuple[Weights, Weights, Weights, bool]:
     """Return the weights of embedding, final norm and head, and whether the head is the embedding."""
     parameters = counter.parameters
-    output: Any = model.get_output_embeddings()
-    head = [key for key in outline.head_keys if output is not None and parameters.get(key) is output.weight]
-    table: Any = model.get_input_embeddings()
-    embedding = [key for key in outline.embedding_keys if key in parameters and parameters[key] is not table.weight]
+    output: Any = getattr(model.get_output_embeddings(), "weight", None)
+    table: Any = model.get_input_embeddings().weight
+    head = [key for key in outline.head_keys if key in parameters and parameters[key] is output]
+    embedding = [key for key in outline.embedding_keys if key in parameters and parameters[key] is not table]
     return (
-        Weights(kept=table.weight.numel()) + counter.count(embedding),  # a tied head is rounded as a copy
+        Weights(kept=table.numel()) + counter.count(embedding),  # a tied head is rounded as a copy
         counter.count(key for key in outline.head_keys if key in parameters and key not in head),
         counter.count(head),
-        bool(head) and output.weight is table.weight,
+        bool(head) and output is table,
     )
 
 
