@@ -1,15 +1,14 @@
 """`specsplit plan`: reads a config.json, plans the stages of a chain, and prints what each of them holds and sends.
 
-Imports nothing heavy, neither here nor when it runs: a plan needs no torch, no weights and no network.
+Imports nothing heavy until it runs. A plan needs no weights and no network.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -99,9 +98,8 @@ def plan(
 ) -> None:
     """Plan which layers of a target go to which stage, from its config.json alone."""
     from specsplit.stages.planner import Workload
-    from specsplit.stages.shape import read_shape
 
-    shape = read_shape(_read_config(model), model)
+    shape = _read_shape(model)
     workload = Workload(
         context=min(shape.max_context or defaults.DEFAULT_CONTEXT, defaults.DEFAULT_CONTEXT)
         if context is None
@@ -165,30 +163,33 @@ def _cut(
     return planner.plan_even(shape, 1 if num_stages is None else num_stages, workload)
 
 
-def _read_config(source: str) -> Mapping[str, Any]:
-    """Return what the config.json that `source` names holds.
+def _read_shape(model: str) -> ModelShape:
+    """Return the shape of the model; a wrong path is refused before torch is imported.
 
     Raises:
-        ModelNotFound, ModelDamaged.
+        ModelNotFound, ModelDamaged, ModelUnsupported.
     """
-    from specsplit.core.errors import ModelDamaged, ModelNotFound
+    path = _config_path(model)
+    from specsplit.stages.shard.counting import read_shape
 
-    path = _config_path(source)
-    try:
-        read: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelNotFound(f"There is no config.json at {source}.") from error
-    except OSError as error:
-        raise ModelNotFound(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelDamaged(f"{path} is not valid JSON.") from error
-    if not isinstance(read, dict):
-        raise ModelDamaged(f"{path} holds no JSON object, so it is no model's config.json.")
-    return cast("dict[str, Any]", read)
+    return read_shape(str(path), model)
 
 
 def _config_path(source: str) -> Path:
-    """Return where the config.json lies; unlike a worker, a plan wants no weights beside it."""
+    """Return where the config.json lies; unlike a worker, a plan wants no weights beside it.
+
+    Raises:
+        ModelNotFound: there is none.
+    """
+    from specsplit.core.errors import ModelNotFound
+
+    path = _likely_path(source)
+    if not path.is_file():
+        raise ModelNotFound(f"There is no config.json at {source}.")
+    return path
+
+
+def _likely_path(source: str) -> Path:
     if source == defaults.EMBEDDED:
         return Path(__file__).parents[1] / "model" / "embedded" / "target" / "config.json"
     path = expanded(source)
@@ -256,7 +257,7 @@ def _record(planned: ChainPlan, source: str, notes: list[str]) -> dict[str, Any]
         "num_layers": shape.num_layers,
         "num_parameters": shape.num_params,
         "hidden_size": shape.hidden_size,
-        "kv_bytes_per_token_and_layer": shape.kv_bytes(workload.computed),
+        "kv_bytes_per_token_and_layer": max(shape.kv_bytes(workload.computed)),
         "dtype": workload.dtype,
         "context": workload.context,
         "sessions": workload.sessions,

@@ -40,6 +40,17 @@ from specsplit.model.transformers_models import PreTrainedModel, auto_class, dro
 _log = logging.getLogger(__name__)
 
 
+@contextmanager
+def quiet() -> Generator[None]:
+    """Keep the warnings of transformers from the terminal."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
 def load_config(path: str, name: str) -> Any:
     """Return the config of the model at `path`.
 
@@ -77,30 +88,25 @@ def load_weights(
     """
     is_quantised = prepare_dequantising(config, name)
     transformers_logging.disable_progress_bar()
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with translated(path, name), WithoutMemory():
-            source, revision = hub_arguments(path)
-            loaded: Any = (load or auto_class(config).from_pretrained)(
-                source,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                attn_implementation="eager",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported in `info`, and refused below by name
-                adapter_kwargs={"subfolder": "none"},  # else an adapter there counted if peft is installed
-                **revision,
-            )
-            model, info = loaded
-            drop_towers(model)
-            if is_quantised and isinstance(dtype, torch.dtype):
-                _unify(model, dtype)
-            model = model.eval().requires_grad_(False).to(device)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+    with quiet(), translated(path, name), WithoutMemory():
+        source, revision = hub_arguments(path)
+        loaded: Any = (load or auto_class(config).from_pretrained)(
+            source,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported in `info`, and refused below by name
+            adapter_kwargs={"subfolder": "none"},  # else an adapter there counted if peft is installed
+            **revision,
+        )
+        model, info = loaded
+        drop_towers(model)
+        if is_quantised and isinstance(dtype, torch.dtype):
+            _unify(model, dtype)
+        model = model.eval().requires_grad_(False).to(device)
     if has_adapter(model_folder(path)):
         _log.warning("%s holds a LoRA adapter beside the model, which is served without it", name)
     if not is_quantised:
@@ -231,9 +237,9 @@ def _model_error(path: str, name: str, part: str, error: Exception) -> SpecSplit
         return ModelNotFound(_GATED.format(name=name))
     if "trust_remote_code" in said or "auto_map" in said:
         return ModelUnsupported(f"{name} needs code from its repository, which is never run here.")
-    if not Path(path).is_dir() and ("does not appear to have" in said or "Should have a `model_type`" in said):
+    if not Path(path).exists() and ("does not appear to have" in said or "Should have a `model_type`" in said):
         return ModelNotFound(_INCOMPLETE.format(name=name))
-    if not Path(path).is_dir() and isinstance(error, OSError) and "not a valid JSON" not in said:
+    if not Path(path).exists() and isinstance(error, OSError) and "not a valid JSON" not in said:
         return ModelNotFound(UNREACHABLE.format(name=name))
     if part == "tokenizer":
         return _tokenizer_error(model_folder(path), name, text)

@@ -299,11 +299,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, of in DTYPES.items() if of == dtype)
 
 
+def context_limit(config: Any) -> int | None:
+    """Return the longest context that a model was made for; None if its config says none."""
+    text = config.get_text_config()
+    return longest_context(getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {})
+
+
 def as_context(config: Any, context: int | None, default_context: int, name: str) -> int:
     """Return the context of a setting, by default that of the model, at most `default_context`."""
     made_for = getattr(config.get_text_config(), "max_position_embeddings", None)
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    limit = longest_context(made_for, rope)
+    limit = context_limit(config)
     native = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else made_for
     if context is None:
         return min(native or default_context, default_context)

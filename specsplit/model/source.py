@@ -84,7 +84,7 @@ def _resolved(source: str, role: str) -> tuple[str, str]:
 
 def hub_arguments(path: str) -> tuple[str, dict[str, Any]]:
     """Return what opens a path of `resolve` in transformers and on the hub: what is named, and its revision by name."""
-    model, revision = (path, "") if Path(path).is_dir() else _parts(path)
+    model, revision = (path, "") if Path(path).exists() else _parts(path)
     return model, {"revision": revision} if revision else {}
 
 

@@ -14,9 +14,8 @@ from math import ceil
 from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, DEFAULT_NODES, EndsAt
 from specsplit.core.errors import InvalidRequest, OutOfMemory
 from specsplit.model.attention.paths import slot_rows
-from specsplit.stages.families import BYTES, ComputeDtype, PlanDtype
 from specsplit.stages.ranges import check_ranges, even_ranges, require_stages
-from specsplit.stages.shape import ModelShape
+from specsplit.stages.shape import BYTES, ComputeDtype, ModelShape, PlanDtype
 
 _GIB = 2**30
 
@@ -153,7 +152,8 @@ class _Costs:
         self._shape, self._workload = shape, workload
         sizes = (layer.num_bytes(workload.dtype, workload.computed) for layer in shape.layers)
         self._layers_before = [0, *itertools.accumulate(sizes)]
-        self._kv_per_layer = shape.kv_bytes(workload.computed) * workload.slot_rows * workload.sessions
+        num_rows = workload.slot_rows * workload.sessions
+        self._kv_before = [0, *itertools.accumulate(size * num_rows for size in shape.kv_bytes(workload.computed))]
         self._hidden = shape.hidden_size * BYTES[workload.computed] * (workload.nodes + 1)
         self._ends_on_stages = workload.ends == "stages"
 
@@ -181,12 +181,15 @@ class _Costs:
         return start + bisect_right(range(start + 1, limit + 1), budget, key=lambda end: self.total(start, end))
 
     def total(self, start: int, end: int) -> int:
-        return self.weights(start, end) + (end - start) * self._kv_per_layer
+        return self.weights(start, end) + self._kv(start, end)
 
     def weights(self, start: int, end: int) -> int:
         """Return the weights of a range, with the ends that come with it."""
         ends = self._ends(start == 0, end == self._shape.num_layers) if self._ends_on_stages else 0
         return self._layers_before[end] - self._layers_before[start] + ends
+
+    def _kv(self, start: int, end: int) -> int:
+        return self._kv_before[end] - self._kv_before[start]
 
     def _ends(self, has_embedding: bool, has_head: bool) -> int:
         dtype, computed = self._workload.dtype, self._workload.computed
@@ -203,7 +206,7 @@ class _Costs:
             start=start,
             end=end,
             weight_bytes=self.weights(start, end),
-            kv_bytes=(end - start) * self._kv_per_layer,
+            kv_bytes=self._kv(start, end),
             link_bytes=0 if is_last and self._ends_on_stages else self._hidden,
             has_embedding=start == 0 and self._ends_on_stages,
             has_head=is_last and self._ends_on_stages,

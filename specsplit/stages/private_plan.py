@@ -23,7 +23,8 @@ def plan_private(
         OutOfMemory: as `plan_rest` raises it.
     """
     _check(num_private, shape, workload)
-    rest = plan_rest(replace(shape, layers=shape.layers[num_private:]))
+    behind = replace(shape, layers=shape.layers[num_private:], kv_widths=shape.kv_widths[num_private:])
+    rest = plan_rest(behind)
     # Layers of the rest are counted from its own first one.
     moved = [range(each.start + num_private, each.stop + num_private) for each in rest.ranges]
     whole = plan_ranges(shape, [range(num_private), *moved], workload)

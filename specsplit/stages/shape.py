@@ -1,21 +1,49 @@
-"""The size of a model, counted from the dict of its config.json alone: weights per layer and end, KV per token.
+"""The size of a model as a plan counts it: weights per layer and end, and KV per token.
 
-Reads no file and no weights; the families are counted in `families`.
+Knows neither files nor torch; `shard.counting` finds a model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Literal
 
-from specsplit.core.errors import ModelDamaged, ModelUnsupported
-from specsplit.model.longest_context import longest_context
-from specsplit.model.weight_format import WEIGHT_FORMATS
-from specsplit.stages.families import BYTES, FAMILIES, ComputeDtype, ConfigValues, Family, PlanDtype, Weights
+from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat
 
-_CHECKPOINT_DTYPES: Mapping[str, ComputeDtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_MAX_LAYERS = 10_000
+ComputeDtype = Literal["bf16", "fp16", "fp32"]
+PlanDtype = ComputeDtype | WeightFormat
+"""Number format of the weights."""
+BYTES: Mapping[ComputeDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of one number that a model computes with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of one part of a model, and what rounding would make of them."""
+
+    rounded: int = 0
+    """Those of matrices that are rounded with `--dtype int8` and `int4`."""
+    kept: int = 0
+    """Those that are never rounded: embeddings, experts, routers, vectors."""
+    int8: int = 0
+    """Bytes of the rounded ones in that format."""
+    int4: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(
+            self.rounded + other.rounded, self.kept + other.kept, self.int8 + other.int8, self.int4 + other.int4
+        )
+
+    @property
+    def num_params(self) -> int:
+        return self.rounded + self.kept
+
+    def num_bytes(self, dtype: PlanDtype, computed: ComputeDtype = "bf16") -> int:
+        """Return the bytes in `dtype`; what is not rounded stays in the format that is computed in."""
+        if dtype == "int8" or dtype == "int4":
+            return (self.int8 if dtype == "int8" else self.int4) + self.kept * BYTES[computed]
+        return self.num_params * BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +52,9 @@ class ModelShape:
 
     model_type: str
     hidden_size: int
-    vocab_size: int
     layers: tuple[Weights, ...]
-    kv_width: int
-    """Numbers that one token leaves in the KV cache of one layer, keys and values together."""
+    kv_widths: tuple[int, ...]
+    """Numbers that one token leaves in the KV cache of each layer, keys and values together."""
     embedding: Weights
     """Token embedding and learned positions, with the projection behind them if there is one."""
     final_norm: Weights
@@ -61,62 +88,6 @@ class ModelShape:
         is_shared = has_embedding and self.is_tied and dtype not in WEIGHT_FORMATS
         return embedding + self.final_norm + (Weights() if is_shared else self.head)
 
-    def kv_bytes(self, dtype: ComputeDtype) -> int:
-        """Return the bytes of one token in one layer."""
-        return self.kv_width * BYTES[dtype]
-
-
-def read_shape(config: Mapping[str, Any], name: str = "this model") -> ModelShape:
-    """Return the shape of the model whose config.json holds `config`; `name` is for messages.
-
-    Raises:
-        ModelUnsupported: a family that is not known here.
-        ModelDamaged: a value is missing or of the wrong kind.
-    """
-    # A multimodal config nests the language model's values; those win over the outer ones of the same name.
-    nested: Any = config.get("text_config")
-    text = {**config, **cast("Mapping[str, Any]", nested)} if isinstance(nested, Mapping) else dict(config)
-    model_type = _known_type(text.get("model_type"), name)
-    _known_type(config.get("model_type", model_type), name)
-    family = FAMILIES[model_type]
-    values = ConfigValues(text, family.defaults, name)
-    num_layers = values.size("num_hidden_layers")
-    if num_layers > _MAX_LAYERS:
-        raise ModelDamaged(f"The config.json of {name} has {num_layers} layers, which no model has.")
-    embedding, final_norm, head = family.ends(values)
-    said: Any = text.get("rope_parameters") or text.get("rope_scaling")
-    rope = cast("Mapping[str, Any]", said) if isinstance(said, Mapping) else {}
-    return ModelShape(
-        model_type=model_type,
-        hidden_size=values.size("hidden_size"),
-        vocab_size=values.size("vocab_size"),
-        layers=tuple(family.layer(values, index) for index in range(num_layers)),
-        kv_width=family.kv(values),
-        embedding=embedding,
-        final_norm=final_norm,
-        head=head,
-        is_tied=values.flag("tie_word_embeddings"),
-        max_context=longest_context(values.optional_size("max_position_embeddings"), rope),
-        checkpoint_dtype=_CHECKPOINT_DTYPES.get(str(text.get("dtype") or text.get("torch_dtype"))),
-        notes=_notes(config, text, family),
-    )
-
-
-def _known_type(model_type: object, name: str) -> str:
-    if not isinstance(model_type, str):
-        raise ModelDamaged(f"The config.json of {name} names no model_type.")
-    if model_type not in FAMILIES:
-        raise ModelUnsupported(
-            f"The weights of {model_type} models cannot be counted from a config.json here; "
-            f"known are {', '.join(sorted(FAMILIES))}."
-        )
-    return model_type
-
-
-def _notes(config: Mapping[str, Any], text: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    notes = [family.note] if family.note else []
-    if config.get("vision_config") is not None or config.get("audio_config") is not None:
-        notes.append("Only the language model is counted, without what reads pictures or sound.")
-    if text.get("quantization_config") is not None:
-        notes.append("The checkpoint is stored quantised; its weights are counted in the dtype of the plan.")
-    return tuple(notes)
+    def kv_bytes(self, dtype: ComputeDtype) -> tuple[int, ...]:
+        """Return the bytes of one token in each layer."""
+        return tuple(width * BYTES[dtype] for width in self.kv_widths)

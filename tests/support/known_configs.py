@@ -1,8 +1,16 @@
-"""The config.json files of well-known models, as far as they determine the size."""
+"""The config.json files of well-known models, as far as they determine the size, and the shape that a plan counts."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from specsplit.stages.shape import ModelShape
+from specsplit.stages.shard.counting import read_shape
 
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -66,3 +74,16 @@ GEMMA_3_4B = {
 GPT_2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
 GPT_OSS_120B = {"model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36, "num_local_experts": 128}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61}
+
+
+@cache
+def _shape(config: str) -> ModelShape:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(config, encoding="utf-8")
+        return read_shape(str(path), "x")
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of the model with this config.json; each is counted once."""
+    return _shape(json.dumps(config))

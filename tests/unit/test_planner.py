@@ -21,8 +21,8 @@ from specsplit.stages.planner import (
     plan_ranges,
 )
 from specsplit.stages.ranges import even_ranges, parse_ranges
-from specsplit.stages.shape import ModelShape, read_shape
-from tests.support.known_configs import LLAMA_3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B
+from specsplit.stages.shape import ModelShape
+from tests.support.known_configs import LLAMA_3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B, shape_of
 
 GIB = 2**30
 
@@ -37,9 +37,9 @@ def test_an_even_split_gives_the_first_stages_one_layer_more(num_layers: int):
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(InvalidSettings, match="33 stages are too many for 32 layers"):
-        plan_even(read_shape(LLAMA_3_8B), 33)
+        plan_even(shape_of(LLAMA_3_8B), 33)
     with pytest.raises(InvalidSettings, match="at least 1 stage, not 0"):
-        plan_even(read_shape(LLAMA_3_8B), 0)
+        plan_even(shape_of(LLAMA_3_8B), 0)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_more_stages_than_layers_are_refused():
 )
 def test_manual_ranges_that_do_not_hold_every_layer_once_say_why(text: str, message: str):
     with pytest.raises(InvalidSettings) as caught:
-        plan_ranges(read_shape(LLAMA_3_8B), parse_ranges(text))
+        plan_ranges(shape_of(LLAMA_3_8B), parse_ranges(text))
     assert message in str(caught.value)
 
 
 def test_manual_ranges_are_planned_as_given():
-    plan = plan_ranges(read_shape(LLAMA_3_8B), parse_ranges(" 0:1, 1:30,30:32"))
+    plan = plan_ranges(shape_of(LLAMA_3_8B), parse_ranges(" 0:1, 1:30,30:32"))
     assert plan.ranges == (range(1), range(1, 30), range(30, 32))
 
 
@@ -82,15 +82,15 @@ def test_the_default_context_takes_the_rows_that_a_stage_allocates():
 
 
 def test_the_known_94_layers_in_two_stages_take_the_known_kv():
-    shape = read_shape(QWEN3_235B_A22B)
-    assert shape.kv_bytes("bf16") == 2048
+    shape = shape_of(QWEN3_235B_A22B)
+    assert shape.kv_bytes("bf16") == (2048,) * 94
     plan = plan_even(shape, 2, Workload(context=262_144, node_limit=0, nodes=0))
     assert [len(stage.layers) for stage in plan.stages] == [47, 47]
     assert [stage.kv_bytes for stage in plan.stages] == [int(23.5 * GIB)] * 2
 
 
 def tied_llama(**changes: Any) -> ModelShape:
-    return read_shape({**LLAMA_3_8B, "tie_word_embeddings": True, **changes})
+    return shape_of({**LLAMA_3_8B, "tie_word_embeddings": True, **changes})
 
 
 def test_cutting_a_model_adds_nothing_but_the_copy_of_a_tied_head():
@@ -128,12 +128,12 @@ def test_kv_grows_with_sessions_and_rows_and_not_with_a_window():
 
 
 def test_rounded_weights_take_their_scales_too_and_leave_kv_alone():
-    shape = read_shape(LLAMA_3_8B)
+    shape = shape_of(LLAMA_3_8B)
     layer, table = shape.layers[0], 128256 * 4096
     rows = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
-    assert layer.num_bytes("int8") == layer.matrix + 12 * rows + 2 * 2 * 4096
-    assert layer.num_bytes("int4") == layer.matrix // 2 + layer.matrix // 64 * 4 + 2 * 2 * 4096
-    assert layer.num_bytes("int4", "fp32") == layer.matrix // 2 + layer.matrix // 64 * 4 + 2 * 4 * 4096
+    assert layer.num_bytes("int8") == layer.rounded + 12 * rows + 2 * 2 * 4096
+    assert layer.num_bytes("int4") == layer.rounded // 2 + layer.rounded // 64 * 4 + 2 * 2 * 4096
+    assert layer.num_bytes("int4", "fp32") == layer.rounded // 2 + layer.rounded // 64 * 4 + 2 * 4 * 4096
     plans = {dtype: plan_even(shape, 1, Workload(dtype=dtype)).stages[0] for dtype in ("int8", "int4", "bf16")}
     assert plans["int8"].kv_bytes == plans["int4"].kv_bytes == plans["bf16"].kv_bytes
     # The embedding stays, and the head has 8 bits in either format.
@@ -148,13 +148,12 @@ def test_rounded_weights_take_their_scales_too_and_leave_kv_alone():
 
 def test_what_is_not_rounded_keeps_its_size():
     """Experts and routers of a mixture, gates of a single output, and inputs that 512 does not divide."""
-    mixture = read_shape(QWEN3_30B_A3B).layers[0]
-    attention = mixture.matrix - mixture.kept
-    assert mixture.kept == 128 * 3 * 2048 * 768 + 2048 * 128
-    assert mixture.num_bytes("int8") == pytest.approx(attention + 2 * mixture.kept, rel=0.01)
-    odd = read_shape({**LLAMA_3_8B, "hidden_size": 896, "num_attention_heads": 14, "head_dim": 64}).layers[0]
-    assert odd.num_bytes("int8") > 1.1 * odd.matrix
-    assert odd.num_bytes("int4") == pytest.approx(0.5625 * odd.matrix, rel=0.01)
+    mixture = shape_of(QWEN3_30B_A3B).layers[0]
+    assert mixture.kept == 128 * 3 * 2048 * 768 + 2048 * 128 + 2 * 2048 + 2 * 128
+    assert mixture.num_bytes("int8") == pytest.approx(mixture.rounded + 2 * mixture.kept, rel=0.01)
+    odd = shape_of({**LLAMA_3_8B, "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}).layers[0]
+    assert odd.num_bytes("int8") > 1.1 * odd.rounded
+    assert odd.num_bytes("int4") == pytest.approx(0.5625 * odd.rounded, rel=0.01)
 
 
 @pytest.mark.parametrize("changes", [{"context": 1}, {"sessions": 0}, {"nodes": -1}])
@@ -167,20 +166,20 @@ def test_a_workload_out_of_range_is_refused(changes: dict[str, int]):
 
 
 def test_ample_budgets_give_the_even_split():
-    shape = read_shape(LLAMA_3_8B)
+    shape = shape_of(LLAMA_3_8B)
     for stages in (1, 3, 5, 32):
         assert plan_memory(shape, [80 * GIB] * stages).ranges == plan_even(shape, stages).ranges
 
 
 def test_small_budgets_are_filled_and_the_rest_is_shared_evenly():
-    plan = plan_memory(read_shape(QWEN3_30B_A3B), [7 * GIB, 40 * GIB, 40 * GIB])
+    plan = plan_memory(shape_of(QWEN3_30B_A3B), [7 * GIB, 40 * GIB, 40 * GIB])
     assert [len(stage.layers) for stage in plan.stages] == [5, 22, 21]
     assert all(stage.total_bytes <= (stage.budget_bytes or 0) for stage in plan.stages)
 
 
 def test_more_budgets_than_layers_are_refused():
     with pytest.raises(InvalidSettings, match="33 stages are too many"):
-        plan_memory(read_shape(LLAMA_3_8B), [80 * GIB] * 33)
+        plan_memory(shape_of(LLAMA_3_8B), [80 * GIB] * 33)
 
 
 def _apply(message: str, budgets: list[int], workload: Workload) -> list[tuple[list[int], Workload]]:
@@ -194,7 +193,7 @@ def _apply(message: str, budgets: list[int], workload: Workload) -> list[tuple[l
 
 
 def test_a_refusal_names_context_sessions_and_memory_that_would_fit():
-    shape, budgets, workload = read_shape(LLAMA_3_8B), [10 * GIB, 10 * GIB], Workload(context=8192, sessions=8)
+    shape, budgets, workload = shape_of(LLAMA_3_8B), [10 * GIB, 10 * GIB], Workload(context=8192, sessions=8)
     with pytest.raises(OutOfMemory, match="32 layers in bf16 with a context of 8192 tokens for 8 sessions do not fit"):
         plan_memory(shape, budgets, workload)
     with pytest.raises(OutOfMemory) as caught:
@@ -209,14 +208,15 @@ def test_weights_that_do_not_fit_ask_for_memory_alone():
     with pytest.raises(
         OutOfMemory, match=r"What would fit: [\d.]+ GiB more on stage 0 and [\d.]+ GiB more on stage 1\."
     ):
-        plan_memory(read_shape(LLAMA_3_8B), [GIB // 2, GIB])
+        plan_memory(shape_of(LLAMA_3_8B), [GIB // 2, GIB])
 
 
 def _tiny(num_layers: int, dense_layers: int) -> ModelShape:
     """Return a shape whose first layers are much lighter than the others."""
-    shape = read_shape({**QWEN3_30B_A3B, "num_hidden_layers": 2, "mlp_only_layers": [0], "vocab_size": 50_000})
+    shape = shape_of({**QWEN3_30B_A3B, "num_hidden_layers": 2, "mlp_only_layers": [0], "vocab_size": 50_000})
     light, heavy = shape.layers
-    return replace(shape, layers=(light,) * dense_layers + (heavy,) * (num_layers - dense_layers))
+    layers = (light,) * dense_layers + (heavy,) * (num_layers - dense_layers)
+    return replace(shape, layers=layers, kv_widths=shape.kv_widths[:1] * num_layers)
 
 
 def test_a_small_budget_between_larger_ones_gets_the_light_layer():

@@ -12,7 +12,7 @@ from specsplit.core.errors import InvalidRequest, ModelUnsupported
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import load_model
 from specsplit.model.probe import refuse_by_config
-from specsplit.stages.shape import read_shape
+from tests.support.known_configs import shape_of
 from tests.support.model_zoo import build_model, save_model, small
 from tests.support.tree_rows import PARENTS, random_ids, rows_of_transformers, text_and_tree_rows
 
@@ -67,6 +67,6 @@ def test_yarn_goes_as_far_as_its_factor_and_no_further(tmp_path: Path) -> None:
 
 def test_a_plan_knows_how_far_yarn_goes() -> None:
     config = small(tf.Qwen3Config, max_position_embeddings=40)().to_dict()
-    assert read_shape(config).max_context == 40
+    assert shape_of(config).max_context == 40
     del config["rope_parameters"]
-    assert read_shape({**config, "rope_scaling": YARN}).max_context == 128
+    assert shape_of({**config, "rope_scaling": YARN}).max_context == 128

@@ -27,7 +27,7 @@ from specsplit.model.backends.product import Product
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, group_size, rounded_bytes, rounded_hash
 from specsplit.stages.planner import Workload, plan_even
-from specsplit.stages.shape import read_shape
+from tests.support.known_configs import shape_of
 from tests.support.model_zoo import FAMILIES, build_model, save_model
 from tests.support.packs import require_bits, require_packs
 from tests.support.torch_threads import threads
@@ -242,7 +242,7 @@ def test_the_weights_take_what_the_plan_says(form: WeightFormat, is_tied: bool, 
     require_packs(form)
     config = tf.LlamaConfig(**WIDE, tie_word_embeddings=is_tied)
     loaded = load(save_model(tmp_path / "model", config, 1, with_tokenizer=False), dtype=form, record=False)
-    plan = plan_even(read_shape(config.to_dict()), 1, Workload(dtype=form, compute_dtype="fp32"))
+    plan = plan_even(shape_of(config.to_dict()), 1, Workload(dtype=form, compute_dtype="fp32"))
     assert loaded.weight_bytes == pytest.approx(plan.stages[0].weight_bytes, rel=0.01)
     assert loaded.weight_bytes < sum(parameter.numel() for parameter in build_model(config, 1).parameters()) * 2
 

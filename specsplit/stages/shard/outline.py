@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from specsplit.core.errors import InvalidRequest, ModelUnsupported
 from specsplit.model.attention.function import NAME
 from specsplit.model.files import translated
+from specsplit.model.meta_init import WithoutMemory
 from specsplit.model.transformers_models import PreTrainedModel, auto_class, drop_towers
 
 _NUM_TOKENS = 3
@@ -166,6 +167,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def empty_model(config: Any) -> Any:
+    """Return the model that `config` describes on the meta device, without what reads pictures and sound."""
+    with torch.device("meta"), WithoutMemory():
+        model = auto_class(config).from_config(config, attn_implementation="eager", trust_remote_code=False)
+    drop_towers(model)
+    return model
+
+
 def find_outline(path: str, name: str, config: Any) -> Outline:
     """Return the outline of the model that `config` describes; allocates nothing.
 
@@ -173,9 +182,7 @@ def find_outline(path: str, name: str, config: Any) -> Outline:
         ModelUnsupported: its layers cannot be separated from its ends, or read more than hidden states.
     """
     with translated(path, name):
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, attn_implementation="eager", trust_remote_code=False)
-        drop_towers(model)
+        model = empty_model(config)
         model.set_attn_implementation(NAME)
         text = model.config.get_text_config()
         tied = dict(model.all_tied_weights_keys)
