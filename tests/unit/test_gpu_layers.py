@@ -133,7 +133,14 @@ def test_layers_that_give_the_same_stay_compiled(monkeypatch: pytest.MonkeyPatch
     assert counting.num_calls == before + model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("spec", [ShardSpec(0, 2), ShardSpec(1, 2), ShardSpec(1, 3)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ShardSpec(1, 2),
+        pytest.param(ShardSpec(0, 2), marks=pytest.mark.slow),
+        pytest.param(ShardSpec(1, 3), marks=pytest.mark.slow),
+    ],
+)
 def test_hidden_states_enter_and_leave_a_stage_whose_layers_are_compiled(
     spec: ShardSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
