@@ -103,7 +103,7 @@ RARE: dict[str, Callable[[], Any]] = {
     "modernbert-decoder": small(
         tf.ModernBertDecoderConfig, pad_token_id=2, cls_token_id=0, sep_token_id=1, sliding_window=8
     ),
-    "nemotron": small(tf.NemotronConfig, intermediate_size=16, num_hidden_layers=2),
+    "nemotron": small(tf.NemotronConfig, intermediate_size=16),
     "stablelm": small(tf.StableLmConfig, qk_layernorm=True, use_parallel_residual=True),
 }
 """Families whose code asks for something that that of no other one does; one test tries them."""

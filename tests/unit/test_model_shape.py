@@ -58,8 +58,7 @@ SOME: dict[str, Callable[[], Any]] = {
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     **model_zoo.FAMILIES,
-    # A stage of a ModernBERT decoder without the head fails at load.
-    **{name: config for name, config in model_zoo.RARE.items() if name not in {*SOME, "modernbert-decoder"}},
+    **{name: config for name, config in model_zoo.RARE.items() if name not in SOME},
     "mixtral": small(tf.MixtralConfig, num_local_experts=4),
     "qwen3-moe-mixed": small(tf.Qwen3MoeConfig, **_QWEN_MOE, mlp_only_layers=[1], attention_bias=True),
     "deepseek-v2": small(tf.DeepseekV2Config, **_DEEPSEEK, q_lora_rank=None, first_k_dense_replace=1),

@@ -127,11 +127,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "family", FAMILIES if FULL else ["llama", "gpt2", "gemma3", "qwen3-moe", "phi3-longrope", "opt"]
-)
+@pytest.mark.parametrize("family", MODELS if FULL else ["llama", "gpt2", "gemma3", "qwen3-moe", "phi3-longrope", "opt"])
 def test_stages_give_the_hidden_states_and_logits_of_the_whole_model(family: str, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / family, FAMILIES[family](), seed=1, with_tokenizer=False)
+    folder = save_model(tmp_path / family, MODELS[family](), seed=1, with_tokenizer=False)
     chains = [
         Chain.load(folder, 3, [1, 2], record=False),
         Chain.load(folder, 3, [2], ends="coordinator", record=False),

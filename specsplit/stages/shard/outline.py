@@ -135,6 +135,9 @@ class PassThrough(nn.Module):
 class Absent(nn.Module):
     """Stands where a part of an end would that this stage lacks; what it gives is replaced before a layer reads it."""
 
+    weight = torch.empty(0)
+    """For models that set the weights of their modules' parts before a checkpoint is read."""
+
     def forward(self, value: Tensor, *args: Any, **keywords: Any) -> Tensor:
         looks_hidden = value.is_floating_point() and value.dim() == 3
         return value if looks_hidden else torch.zeros((), device=value.device)
