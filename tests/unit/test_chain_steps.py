@@ -72,9 +72,9 @@ async def test_ends_on_a_gpu_ask_the_stages_for_no_search(ends: EndsAt) -> None:
 
 
 @asynccontextmanager
-async def round_under_way(chain: OpenChain) -> AsyncIterator[asyncio.Task[list[int]]]:
-    """Keep a round of another session in the chain for the length of the block; yield the task of its text."""
-    send = HeldForSlot(0, chain.wire.send)
+async def round_under_way(chain: OpenChain, slot: int = 0) -> AsyncIterator[asyncio.Task[list[int]]]:
+    """Keep a round of another session, which gets `slot`, in the chain for the block; yield the task of its text."""
+    send = HeldForSlot(slot, chain.wire.send)
     chain.wire.send = send  # type: ignore[method-assign]
     held = asyncio.create_task(text_of(chain, 9))
     await asyncio.wait_for(send.is_held.wait(), LIMIT_S)
@@ -217,14 +217,29 @@ async def test_a_session_whose_hidden_states_overflow_fails_alone(
     ends: EndsAt, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = (30, 60, 90)
-    async with opened(shards(ends), chunk_tokens=128, max_pending=1) as chain:
+    async with opened(shards(ends), max_pending=1) as chain:
         expected = [await text_of(chain, length) for length in lengths]
-        chain.wire.seen.clear()
         runner = chain.stages[index].shard.runner
         monkeypatch.setattr(runner, "rows", overflowing(runner.rows, max(lengths) + 1))
-        *others, refused = await asyncio.gather(*(text_of(chain, each) for each in lengths), return_exceptions=True)
+        texts = [random_prompt(length) for length in lengths]
+
+        async def go_on(place: int, number: int) -> None:
+            ids = texts[place]
+            turn = script(params_of(HOT, lengths[place]), ids, len(ids) - 1 if number > 1 else 0, number, f"{place}")
+            ids.append((await chain.target.verify(turn, Proposal(1, len(ids) - 1))).bonus_token)
+
+        for number in (1, 2):
+            for place in range(len(lengths)):
+                await go_on(place, number)
+        async with round_under_way(chain, slot=len(lengths)):
+            rounds = [asyncio.create_task(go_on(place, 3)) for place in range(len(lengths))]
+            await asyncio.sleep(0.2)  # they wait for the round that is held
+        *others, refused = await asyncio.gather(*rounds, return_exceptions=True)
         assert [1, 1, 1] in packets(chain), "all were in one step"
-        assert others == expected[:2]
+        assert others == [None, None]
+        for place in (0, 1):
+            await go_on(place, 4)
+            assert texts[place][lengths[place] :] == expected[place]
         assert isinstance(refused, InvalidPacket)
         assert "overflow in fp32" in str(refused)
         assert chain.target.is_well
