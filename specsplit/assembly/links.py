@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +21,7 @@ from specsplit.core.settings import Settings
 from specsplit.core.types import Note, TokenizerFiles
 from specsplit.model.user_cache import user_cache
 from specsplit.orchestrator.replicas import Auditing, Replicas, Target
+from specsplit.rpc.transport import is_loopback, parse_address
 
 if TYPE_CHECKING:
     from specsplit.model.sent_tokenizer import SentTokenizer
@@ -58,9 +60,18 @@ async def remote_workers(
             drafter = await stack.enter_async_context(remote_draft(settings.draft_address, security))
         target = remote_target(settings, security, note, replicas)
         verifier, tokenizer = await stack.enter_async_context(target)
-        workers = Workers(verifier, drafter, tokenizer, Placement(is_remote=True, waits_when_full=waits_when_full))
+        placement = Placement(is_remote=True, waits_when_full=waits_when_full)
+        if _share_process(settings):
+            placement = replace(placement, auto_modes=("pingpong",))
+        workers = Workers(verifier, drafter, tokenizer, placement)
         stack.push_async_callback(workers.aclose)
         yield workers
+
+
+def _share_process(settings: Settings) -> bool:
+    """Return whether one process of this machine serves both workers: they take turns, and no link hides that."""
+    address = settings.draft_address
+    return address is not None and address == settings.target.address and is_loopback(parse_address(address)[0])
 
 
 def orchestrator_security(settings: Settings) -> Security:

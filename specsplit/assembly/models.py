@@ -277,6 +277,17 @@ def load_worker(
     return replace(model, name=settings.served_name or public_name(source))
 
 
+def load_draft_beside(target: LoadedModel, settings: DraftSettings, progress: Progress | None = None) -> LoadedModel:
+    """Load the draft that the process of a loaded target serves, too: they take turns, so it has the same threads.
+
+    Raises what `load_worker` raises, and VocabularyMismatch.
+    """
+    settings = settings.model_copy(update={"threads": target.threads})
+    draft = load_worker("draft", settings, progress, default_context=target.context)
+    check_vocabularies(target.identity, draft.identity)
+    return draft
+
+
 def most_threads(settings: WorkerSettings) -> int | None:
     """Return how many threads a worker that measures their number may take; None is as many as there are cores.
 

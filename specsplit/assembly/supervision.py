@@ -6,6 +6,7 @@ One that ends is started again; one that answers no pings is killed first.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from functools import partial
 from specsplit.core.defaults import WITHOUT_LINK_SETTINGS
 from specsplit.core.errors import DeadlineExceeded, InvalidSettings, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import DraftSettings, TargetSettings, WorkerSettings
-from specsplit.core.settings import Settings
+from specsplit.core.settings import OF_BOTH, Settings
 from specsplit.core.types import Note
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.hang import LOOK_S, SILENT, ProcessorWaits, wait_hung
@@ -41,28 +42,57 @@ async def local_processes(
         InvalidSettings: a target started here would need certificates, for its stages.
         WorkerFailed: one ended before it served, and what it said last.
     """
-    processes: dict[str, LocalProcess] = {}
-    if not settings.is_remote:
-        options = [*_options(settings.target, settings.target.model), *_link_options(settings.target)]
-        processes["target"] = LocalProcess(
-            "The target", ("target", *options, *arguments), note, partial(_wait_hung, RemoteVerifier)
-        )
-    if settings.draft_source is not None:
-        options = _options(settings.draft, settings.draft_source)
-        if settings.target.context is not None:
-            # It drafts as far as the target goes, if it was made for that.
-            options += ["--default-context", str(settings.target.context)]
-        if settings.is_remote or settings.target.device.startswith("cuda"):
-            options.append("--all-cores")  # the target computes elsewhere
-        processes["draft"] = LocalProcess(
-            "The draft", ("draft", *options, *arguments), note, partial(_wait_hung, RemoteDrafter)
-        )
+    sources = {"target": None if settings.is_remote else settings.target.model, "draft": settings.draft_source}
+    sources = {role: source for role, source in sources.items() if source is not None}
+    target, draft = partial(_wait_hung, RemoteVerifier), partial(_wait_hung, RemoteDrafter)
+    processes: list[LocalProcess] = []
+    if _take_turns(settings):
+        options = (*_pair_options(settings), *arguments)
+        processes.append(LocalProcess("The target with its draft", ("target", *options), note, target))
+    else:
+        if "target" in sources:
+            options = (*_options(settings.target, sources["target"]), *_link_options(settings.target), *arguments)
+            processes.append(LocalProcess("The target", ("target", *options), note, target))
+        if "draft" in sources:
+            options = (*_draft_options(settings, sources["draft"]), *arguments)
+            processes.append(LocalProcess("The draft", ("draft", *options), note, draft))
     if note is not None and processes:
         # A large model takes minutes to load, in which nothing else would be seen.
-        sources = {"target": settings.target.model, "draft": settings.draft_source}
-        note(f"Starting {' and '.join(f'the {role} ({sources[role]})' for role in processes)} ...")
-    async with running(list(processes.values())) as addresses:
-        yield StartedWorkers(**dict(zip(processes, addresses, strict=True)))
+        note(f"Starting {' and '.join(f'the {role} ({source})' for role, source in sources.items())} ...")
+    async with running(processes) as addresses:
+        # One process serves both at the same address.
+        yield StartedWorkers(**dict(zip(sources, itertools.cycle(addresses), strict=False)))
+
+
+def _take_turns(settings: Settings) -> bool:
+    """Return whether one process serves draft and target: they would compute on one device, and one after the other."""
+    target, is_pair = settings.target, settings.draft_source is not None and not settings.is_remote
+    return is_pair and target.device == settings.draft.device and not target.is_cut and not settings.runs_side_by_side
+
+
+def _pair_options(settings: Settings) -> list[str]:
+    """Return the options of the command that serves both.
+
+    An option of both models is left out where they differ: then no command line said so, but what that process reads,
+    too, the environment or the settings file.
+    """
+    both = settings.target.model_dump(include=set(OF_BOTH)), settings.draft.model_dump(include=set(OF_BOTH))
+    differing = {name: None for name in OF_BOTH if both[0][name] != both[1][name]}
+    assert settings.draft_source is not None, "a pair has a draft"
+    vocab = [] if settings.draft.vocab is None else ["--draft-vocab", settings.draft.vocab]
+    target = settings.target.model_copy(update=differing)
+    return [*_options(target, target.model), "--draft-model", settings.draft_source, *vocab]
+
+
+def _draft_options(settings: Settings, source: str) -> list[str]:
+    """Return the options of the command that serves a draft alone."""
+    options = _options(settings.draft, source)
+    if settings.target.context is not None:
+        # It drafts as far as the target goes, if it was made for that.
+        options += ["--default-context", str(settings.target.context)]
+    if settings.is_remote or settings.target.device.startswith("cuda"):
+        options.append("--all-cores")  # the target computes elsewhere
+    return options
 
 
 async def _wait_hung(client_of: type[RemoteVerifier | RemoteDrafter], address: str, pid: int) -> str:

@@ -153,7 +153,10 @@ def draft(
 def target(
     ctx: typer.Context,
     model: options.Model = defaults.EMBEDDED,
+    draft_model: options.DraftBeside = None,
     revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
+    draft_vocab: options.DraftVocab = None,
     dtype: options.DtypeOption = None,
     device: options.ServedDevice = defaults.DEVICE,
     threads: options.ServedThreads = None,

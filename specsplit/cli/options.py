@@ -45,6 +45,10 @@ DraftModel = Annotated[
         "M",
     ),
 ]
+DraftBeside = Annotated[
+    str | None,
+    option("--draft-model -d", _MODELS, "Folder or hub id of a draft that this process serves as well.", "none", "M"),
+]
 _MODELS_OF = {"revision": ("model", "target_model", "served_model"), "draft_revision": ("draft_model",)}
 _REVISION = "Branch, tag or commit of the {} on the hub."
 Revision = Annotated[str | None, option("--revision", _MODELS, _REVISION.format("model"), "its main branch", "R")]

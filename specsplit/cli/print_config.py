@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Collection
 from typing import Any, cast
 
 from specsplit.core.settings import EffectiveSettings
@@ -24,12 +25,12 @@ def masked(name: str, value: Any) -> Any:
     return _CREDENTIALS.sub(MASK, value) if isinstance(value, str) else value
 
 
-def print_config(effective: EffectiveSettings, *, as_json: bool, role: str | None = None) -> None:
-    """Write every setting, or those of one role, with its source to stdout."""
+def print_config(effective: EffectiveSettings, *, as_json: bool, roles: Collection[str] = ()) -> None:
+    """Write every setting, or those of some roles, with its source to stdout."""
     rows = [
         (key, masked(key, value), source)
         for key, value, source in effective.rows()
-        if role is None or key.startswith(f"{role}.")
+        if not roles or key.partition(".")[0] in roles
     ]
     foreign = [(name, masked(name, os.environ[name])) for name in _FOREIGN if name in os.environ]
     sys.stdout.write(_as_json(rows, foreign) if as_json else _as_toml(rows, foreign))

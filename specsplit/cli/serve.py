@@ -22,7 +22,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from specsplit.assembly.models import load_worker, not_recorded
+from specsplit.assembly.models import load_draft_beside, load_worker, not_recorded
 from specsplit.assembly.serving import serving
 from specsplit.cli import render
 from specsplit.cli.help import INTERRUPTED
@@ -31,7 +31,7 @@ from specsplit.cli.print_config import print_config
 from specsplit.cli.tracing import tracing
 from specsplit.core.defaults import Role
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
+from specsplit.core.sections import DraftSettings, StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 from specsplit.model.extra import require_metrics
@@ -67,16 +67,17 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     end_with_parent(given)
     chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose=role)
-    if given.get("print_config"):
-        print_config(effective, as_json=False, role=role)
-        return 0
     settings: WorkerSettings = getattr(effective.settings, role)
+    draft = effective.settings.draft_beside if role == "target" else None
+    if given.get("print_config"):
+        print_config(effective, as_json=False, roles=(role,) if draft is None else (role, "draft"))
+        return 0
     set_up_logging(settings, role)
     check_service(settings, role)
     with tracing(given, role):
         if isinstance(settings, TargetSettings) and settings.is_cut:
             return _serve_chain(settings)
-        return _serve_model(role, settings, given)
+        return _serve_models(role, settings, given, draft)
 
 
 def end_with_parent(given: Mapping[str, Any]) -> None:
@@ -91,15 +92,21 @@ def end_with_parent(given: Mapping[str, Any]) -> None:
         raise SystemExit(1)
 
 
-def _serve_model(role: Role, settings: WorkerSettings, given: Mapping[str, Any]) -> int:
+def _serve_models(
+    role: Role, settings: WorkerSettings, given: Mapping[str, Any], draft_settings: DraftSettings | None
+) -> int:
     default_context, has_all_cores = given.get("default_context"), bool(given.get("all_cores"))
     with terminable(), render.loading_bar() as progress:
         model = load_worker(role, settings, progress, default_context=default_context, has_all_cores=has_all_cores)
-    if not model.runner.is_recorded:
-        note(not_recorded(model))
-    ready = {"role": model.role, "model": model.name, "threads": model.threads}
-    ready_line = partial(described, ready)
-    return event_loop.run(serve_until_signal(lambda: serving(model, settings), ready_line, settings.drain))
+        workers = [(model, settings)]
+        if draft_settings is not None:
+            workers.append((load_draft_beside(model, draft_settings, progress), draft_settings))
+    for each, _ in workers:
+        if not each.runner.is_recorded:
+            note(not_recorded(each))
+    beside = {} if len(workers) == 1 else {"draft_model": workers[1][0].name}
+    ready_line = partial(described, {"role": role, "model": model.name, **beside, "threads": model.threads})
+    return event_loop.run(serve_until_signal(lambda: serving(workers), ready_line, settings.drain))
 
 
 def _serve_chain(settings: TargetSettings) -> int:

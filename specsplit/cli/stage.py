@@ -31,7 +31,7 @@ def run(given: Mapping[str, Any]) -> int:
     chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="stage")
     if given.get("print_config"):
-        print_config(effective, as_json=False, role="stage")
+        print_config(effective, as_json=False, roles=("stage",))
         return 0
     settings = effective.settings.stage
     set_up_logging(settings, "stage")

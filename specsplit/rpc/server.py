@@ -148,15 +148,14 @@ class Server:
 
     @asynccontextmanager
     async def metrics_port(self, listen: str, *, has_vllm_names: bool) -> AsyncGenerator[None]:
-        """Answer Prometheus at `listen` with the statistics of the first service, for the length of the block.
+        """Answer Prometheus at `listen` with the statistics of the services, for the length of the block.
 
         Raises InvalidSettings if nothing can listen there.
         """
         # Imported here: prometheus_client comes with what runs models, or with the gateway.
         from specsplit.telemetry.prometheus import WorkerMetrics
 
-        first = self._services[0]
-        metrics = WorkerMetrics(first.role, first.statistics, has_vllm_names=has_vllm_names)
+        metrics = WorkerMetrics(self._services, has_vllm_names=has_vllm_names)
         async with metrics_port(listen, metrics.page) as self.metrics_address:
             yield
 

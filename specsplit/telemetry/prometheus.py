@@ -6,8 +6,9 @@ Whoever counts is asked at each scrape, so that a page and `specsplit top` show 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -95,14 +96,22 @@ _ROLE_COUNTERS: dict[StatisticsRole, tuple[_Value, ...]] = {
 }
 
 
-class WorkerMetrics(Collector):
-    """The page of one worker; `read` is asked for its statistics at every scrape."""
+class Worker(Protocol):
+    """Whoever counts: the service of a draft, a target or a stage."""
 
-    def __init__(
-        self, role: StatisticsRole, read: Callable[[], WorkerStatistics], *, has_vllm_names: bool = False
-    ) -> None:
-        self._role: StatisticsRole = role
-        self._read, self._has_vllm_names = read, has_vllm_names
+    @property
+    def role(self) -> StatisticsRole: ...
+
+    def statistics(self) -> WorkerStatistics:
+        """Return what it holds now, and its counts."""
+        ...
+
+
+class WorkerMetrics(Collector):
+    """The page of the workers of one process; they are asked for their statistics at every scrape."""
+
+    def __init__(self, workers: Sequence[Worker], *, has_vllm_names: bool = False) -> None:
+        self._workers, self._has_vllm_names = workers, has_vllm_names
         self._registry = CollectorRegistry()
         add_process_metrics(self._registry)
         self._registry.register(self)
@@ -112,23 +121,35 @@ class WorkerMetrics(Collector):
         return page_of(self._registry, has_vllm_names=self._has_vllm_names)
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics at this moment."""
-        statistics = self._read()
-        labels = {"model_name": statistics.model}
-        metrics: list[Metric] = [self._build(statistics)]
-        for name, meaning, value in _GAUGES:
-            if self._role != "stage" or name not in _NOT_OF_STAGES:
-                metrics.append(_sampled(GaugeMetricFamily(PREFIX + name, meaning), labels, value(statistics)))
-        for name, meaning, value in (*_COUNTERS, *_ROLE_COUNTERS[self._role]):
-            metrics.append(_sampled(CounterMetricFamily(PREFIX + name, meaning), labels, value(statistics)))
-        return [*metrics, *_labelled(statistics)]
+        """Return the metrics at this moment; of several workers each sample names its role."""
+        families: dict[str, Metric] = {}
+        for worker in self._workers:
+            for metric in _metrics(worker.role, worker.statistics()):
+                if len(self._workers) > 1:
+                    labelled = [each._replace(labels={**each.labels, "role": worker.role}) for each in metric.samples]
+                    metric.samples = [*getattr(families.get(metric.name), "samples", ()), *labelled]
+                families[metric.name] = metric
+        return families.values()
 
-    def _build(self, statistics: WorkerStatistics) -> Metric:
-        start, end = statistics.layers or (0, 0)
-        labels = {"role": self._role, "version": version("specsplit"), "model_name": statistics.model}
-        if end:
-            labels["layers"] = f"{start}:{end}"
-        return _sampled(GaugeMetricFamily(PREFIX + "build_info", "What runs here; always 1."), labels, 1.0)
+
+def _metrics(role: StatisticsRole, statistics: WorkerStatistics) -> Iterator[Metric]:
+    """Yield the metrics of one worker."""
+    labels = {"model_name": statistics.model}
+    yield _build(role, statistics)
+    for name, meaning, value in _GAUGES:
+        if role != "stage" or name not in _NOT_OF_STAGES:
+            yield _sampled(GaugeMetricFamily(PREFIX + name, meaning), labels, value(statistics))
+    for name, meaning, value in (*_COUNTERS, *_ROLE_COUNTERS[role]):
+        yield _sampled(CounterMetricFamily(PREFIX + name, meaning), labels, value(statistics))
+    yield from _labelled(statistics)
+
+
+def _build(role: StatisticsRole, statistics: WorkerStatistics) -> Metric:
+    start, end = statistics.layers or (0, 0)
+    labels = {"role": role, "version": version("specsplit"), "model_name": statistics.model}
+    if end:
+        labels["layers"] = f"{start}:{end}"
+    return _sampled(GaugeMetricFamily(PREFIX + "build_info", "What runs here; always 1."), labels, 1.0)
 
 
 def _labelled(statistics: WorkerStatistics) -> Iterator[Metric]:
