@@ -40,7 +40,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 
 NewTokens = Annotated[int, typer.Option(min=2, help="New tokens per prompt, the same for every system.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often every system does every prompt.")]
-_SHARED = "Threads of each system; the two workers of a MODE@loopback share them, and each has one at least."
+_SHARED = "Threads of each system; the two processes of a MODE@apart share them, and each has one at least."
 Threads = Annotated[int, typer.Option(min=1, help=_SHARED)]
 Output = Annotated[Path | None, typer.Option(help="Append the JSON line to this file.", dir_okay=False)]
 Resumed = Annotated[Path | None, typer.Option(help="Write samples here, and go on with what it holds.", dir_okay=False)]
@@ -190,7 +190,7 @@ def load(
     temperature: Annotated[str, typer.Option(help="0 is greedy; separated by commas.")] = "0",
     threads: Threads = 1,
     sessions: Annotated[int | None, typer.Option(min=1, help="KV slots of our systems; as many as clients.")] = None,
-    queue: Annotated[int | None, typer.Option(min=0, help="Places before the slots of MODE@loopback.")] = None,
+    queue: Annotated[int | None, typer.Option(min=0, help="Places before the slots of local processes.")] = None,
     rate: Annotated[float | None, typer.Option(min=0.001, help="Requests per second of an open loop.")] = None,
     overload: Annotated[
         float | None, typer.Option(min=0.01, help="The same, in multiples of the closed loops'.")

@@ -19,7 +19,7 @@ from specsplit.core.errors import InvalidRequest
 
 MODES = get_args(Mode)
 """The orchestrator's own: a new one can be measured as soon as it can be asked for."""
-PLACES = ("loopback", "remote")
+PLACES = ("loopback", "apart", "remote")
 NO_LOOKUP, WITH_DRAFT = "-no-lookup", "-with-draft"
 """Behind a mode: its trees hold none of lookup's nodes; it runs beside a draft that it has no use for."""
 PLAIN, GENERATE, BARE = "plain", "generate", "bare"
@@ -101,7 +101,7 @@ def _mode(name: str, mode: str, place: str) -> Entry:
 
     def make(setup: Setup) -> Factory:
         chosen = served_mode(name, mode, setup)
-        if place == "loopback":
+        if place in ("loopback", "apart"):
             return partial(open_served, "benchmarks.peers.ours_remote:Loopback", chosen, setup.threads, setup.pair)
         if place == "remote":
             addresses = {"target": setup.target_address, "draft": setup.draft_address if needs_draft else None}
@@ -109,13 +109,18 @@ def _mode(name: str, mode: str, place: str) -> Entry:
             return partial(open_served, "benchmarks.peers.ours_remote:Services", chosen, known)
         return serve_modes(setup.threads, (chosen,), setup.pair)
 
-    where = {"": "in process", "loopback": "local worker processes", "remote": "workers elsewhere"}[place]
+    where = {
+        "": "in process",
+        "loopback": "local worker processes, as serve starts them",
+        "apart": "a local process for each worker",
+        "remote": "workers elsewhere",
+    }[place]
     return Entry(name, where, make, mode=mode, needs_draft=needs_draft)
 
 
 def facts_of_place(name: str, setup: Setup) -> dict[str, object]:
-    """Return the threads of the workers of MODE@loopback together; nothing for systems in other places."""
-    if not name.endswith("@loopback"):
+    """Return the threads of local worker processes together; nothing for systems in other places."""
+    if not name.endswith(("@loopback", "@apart")):
         return {}
     shares = served_mode(name, _mode_of(name), setup).thread_shares(setup.threads)
     return {"threads": sum(shares.values())}

@@ -65,13 +65,18 @@ class ServedMode:
     def loads_draft(self) -> bool:
         return self.mode not in DRAFTLESS or self.is_beside_draft
 
-    def thread_shares(self, threads: int) -> dict[str, int]:
-        """Return the threads of each worker process in its place `@loopback`, by role; `threads` is what they share.
+    @property
+    def is_apart(self) -> bool:
+        """Whether draft and target on this machine have a process each: else one serves both, as `serve` starts it."""
+        return self.loads_draft and (self.mode in ("overlap", "stream") or self.name.endswith("@apart"))
 
-        The two take turns, but a team of threads that waits spins on the other's cores. Of one thread each has one, as
-        on two machines.
+    def thread_shares(self, threads: int) -> dict[str, int]:
+        """Return the threads of each worker process on this machine, by role; `threads` is what they share.
+
+        A team of threads that waits spins on the cores of another process. Of one thread each has one, as on two
+        machines.
         """
-        if not self.loads_draft:
+        if not self.is_apart:
             return {"target": threads}
         return {"target": threads - threads // 2, "draft": max(1, threads // 2)}
 

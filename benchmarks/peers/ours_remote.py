@@ -74,12 +74,21 @@ class WithWorkers(OnLoop):
             self._processes[role] = worker(role, count, pair, *options)
             self._scope.callback(self._processes[role].end)
 
+    def _start_for(self, mode: ServedMode, threads: int, pair: Pair, *options: str) -> None:
+        """Start the workers of a mode on this machine, which share `threads`: one process, or one for each role."""
+        if mode.loads_draft and not mode.is_apart:
+            self._start({"target": threads}, pair, "--draft-model", str(pair.draft), *options)
+            self._processes["draft"] = self._processes["target"]
+        else:
+            self._start(mode.thread_shares(threads), pair, *options)
+
     async def _open(self) -> None:
-        self._addresses |= {role: process.wait_ready() for role, process in self._processes.items()}
+        addresses = {process: process.wait_ready() for process in dict.fromkeys(self._processes.values())}
+        self._addresses |= {role: addresses[process] for role, process in self._processes.items()}
 
     def pids(self) -> list[int]:
         """Return the processes that work for this one, as far as they are known."""
-        return [process.pid for process in self._processes.values()]
+        return [process.pid for process in dict.fromkeys(self._processes.values())]
 
     def identities(self, models: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return what the workers say of their models, by role; `models` are those that the referee loaded.
@@ -127,7 +136,7 @@ class Loopback(Services):
 
     def __init__(self, mode: ServedMode, threads: int, pair: Pair) -> None:
         super().__init__(mode, {})
-        self._start(mode.thread_shares(threads), pair)
+        self._start_for(mode, threads, pair)
 
     def wire_bytes(self, prompt_ids: tuple[int, ...]) -> dict[str, float]:
         """Return the bytes per round on each link and in each direction, TCP payload, for trees of 32 nodes.
@@ -165,13 +174,13 @@ class LoadedServices(WithWorkers):
     """One mode over worker processes, its own or named ones; a request that finds slots and queue full is refused."""
 
     def __init__(self, mode: ServedMode, settings: LoadSettings) -> None:
-        shares = mode.thread_shares(settings.threads)
-        addresses = dict(zip(shares, (settings.target_address, settings.draft_address), strict=False))
-        super().__init__({role: place for role, place in addresses.items() if place and mode.name.endswith("@remote")})
+        addresses = {"target": settings.target_address, "draft": settings.draft_address if mode.loads_draft else None}
+        is_remote = mode.name.endswith("@remote")
+        super().__init__({role: place for role, place in addresses.items() if place is not None and is_remote})
         self._mode = mode
         queue = () if settings.queue is None else ("--queue", str(settings.queue))
-        started = {role: count for role, count in shares.items() if role not in self._addresses}
-        self._start(started, settings.pair, "--sessions", str(settings.sessions), *queue)
+        if not is_remote:
+            self._start_for(mode, settings.threads, settings.pair, "--sessions", str(settings.sessions), *queue)
 
     async def _open(self) -> None:
         await super()._open()

@@ -379,7 +379,7 @@ def test_a_text_goes_on_after_its_target_was_lost(
         texts.append(chunk.choices[0].text)
     assert "".join(texts) == expected.text
     assert chunk.choices[0].finish_reason == "length"
-    assert "The target ended (signal 9); starting it again" in gateway.stderr
+    assert "The target with its draft ended (signal 9); starting it again" in gateway.stderr
 
 
 def test_a_drain_lets_a_stream_end_and_ends_the_workers(gateway: GatewayProcess, client: openai.OpenAI) -> None:

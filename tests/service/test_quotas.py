@@ -102,7 +102,7 @@ async def test_a_hostile_identity_that_opens_all_it_can_leaves_slots_to_another(
         assert all(error.retry_after_s > 0 for error in refused)
 
         assert await text_of(other) == TRUTH
-        page = samples_of(WorkerMetrics("target", engine.worker_statistics).page().decode())
+        page = samples_of(WorkerMetrics([TargetService(engine, lambda: 0, engine)]).page().decode())
         counts = [value(page, "specsplit:requests_over_limit_total", limit=each) for each in ("sessions", "streams")]
         assert sum(counts) == len(refused)
         lines = [record for record in caplog.records if getattr(record, "event", "") == "refused"]

@@ -66,7 +66,7 @@ async def served(role: Role, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[t
     model, runner = hash_model(role, max_sessions=4)
     sick = Sick(runner)
     async with (
-        serving(model, WorkerSettings(listen=LOOPBACK, session_ttl=0.1)) as server,
+        serving([(model, WorkerSettings(listen=LOOPBACK, session_ttl=0.1))]) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         yield server.address, sick, channel

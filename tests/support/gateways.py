@@ -63,7 +63,8 @@ class GatewayProcess:
 
     def worker_pid(self, role: str) -> int:
         """Return the process of a worker that it started last."""
-        lines = [line for line in self.stderr.splitlines() if line.startswith(f"The {role} serves at ")]
+        starts = (f"The {role} serves at ", "The target with its draft serves at ")
+        lines = [line for line in self.stderr.splitlines() if line.startswith(starts)]
         return int(lines[-1].rstrip(".").rpartition(" ")[2])
 
     def stop(self) -> int:

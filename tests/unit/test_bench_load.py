@@ -206,25 +206,32 @@ def test_what_cannot_be_measured_is_refused_in_the_users_words(changes: dict[str
 
 
 @pytest.mark.parametrize(
-    ("threads", "of_plain", "of_pair"),
-    [(1, {"target": 1}, {"target": 1, "draft": 1}), (3, {"target": 3}, {"target": 2, "draft": 1})],
+    ("system", "threads", "wanted"),
+    [
+        ("plain@loopback", 3, {"target": (3, False)}),
+        ("auto@loopback", 1, {"target": (1, True)}),
+        ("auto@loopback", 3, {"target": (3, True)}),
+        ("overlap@loopback", 3, {"target": (2, False), "draft": (1, False)}),
+        ("auto@apart", 1, {"target": (1, False), "draft": (1, False)}),
+        ("auto@apart", 3, {"target": (2, False), "draft": (1, False)}),
+    ],
 )
-def test_the_workers_of_a_mode_on_loopback_share_its_threads(
-    monkeypatch: pytest.MonkeyPatch, threads: int, of_plain: dict[str, int], of_pair: dict[str, int]
+def test_the_workers_of_a_mode_on_this_machine_share_its_threads(
+    monkeypatch: pytest.MonkeyPatch, system: str, threads: int, wanted: dict[str, tuple[int, bool]]
 ):
-    begun: dict[str, int] = {}
+    """A process of its own for each worker, or one that serves both."""
+    begun: dict[str, tuple[int, bool]] = {}
 
     def worker(role: str, threads: int, pair: Pair, *options: str) -> SimpleNamespace:
-        begun[role] = threads
+        begun[role] = threads, "--draft-model" in options
         return SimpleNamespace(end=lambda: None)
 
     monkeypatch.setattr(ours_remote, "worker", worker)
-    for mode, wanted in (("plain", of_plain), ("auto", of_pair)):
-        served = ServedMode(f"{mode}@loopback", mode)
-        for kind, arguments in ((Loopback, (threads, Pair())), (LoadedServices, (_settings(threads=threads),))):
-            begun.clear()
-            kind(served, *arguments).__exit__()
-            assert begun == wanted
+    served = ServedMode(system, system.partition("@")[0])
+    for kind, arguments in ((Loopback, (threads, Pair())), (LoadedServices, (_settings(threads=threads),))):
+        begun.clear()
+        kind(served, *arguments).__exit__()
+        assert begun == wanted
 
 
 def test_the_report_says_whose_threads_those_on_loopback_are():

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,46 @@ async def test_a_draft_has_all_cores_where_its_target_computes_elsewhere(
     settings = load_settings({}, config=str(path), purpose="gateway").settings
     await start(settings, ())
     assert ("--all-cores" in commands[-1]) == has_all
+
+
+async def both_of(text: str, folder: Path, commands: list[list[str]], **options: Any) -> list[tuple[str, str | None]]:
+    """Return the role and the draft of each process that is started with these settings."""
+    path = folder / "s.toml"
+    path.write_text(text)
+    settings = load_settings({"target_model": "embedded", **options}, config=str(path), purpose="gateway").settings
+    await start(settings, ("--config", str(path)))
+    places = [(words, words.index("--draft-model") + 1 if "--draft-model" in words else 0) for words in commands]
+    return [(words[0], words[place] if place else None) for words, place in places]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "is_one"),
+    [
+        ("", {}, True),
+        ("", {"device": "cuda:1", "mode": "pingpong"}, True),
+        ("", {"mode": "overlap"}, False),
+        ('[draft]\ndevice = "cuda"\n', {}, False),
+        ("[target]\nlocal_stages = 2\n", {}, False),
+    ],
+    ids=["here", "on a gpu", "at once", "two devices", "stages"],
+)
+async def test_one_process_serves_a_draft_and_a_target_that_take_turns(
+    tmp_path: Path, commands: list[list[str]], text: str, options: dict[str, Any], is_one: bool
+):
+    found = await both_of(text, tmp_path, commands, **options)
+    assert found == ([("target", "embedded")] if is_one else [("target", None), ("draft", None)])
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "fp32", "threads": 3, "sessions": 5, "draft_vocab": "99"}])
+async def test_a_process_of_both_has_the_settings_of_both(
+    tmp_path: Path, commands: list[list[str]], capfd: pytest.CaptureFixture[str], given: dict[str, Any]
+):
+    text = '[target]\ndtype = "bf16"\nqueue = 3\n[draft]\ndtype = "int8"\nqueue = 4\ncontext = 99\nkv_memory = "2GB"\n'
+    await both_of(text, tmp_path, commands, **given)
+    (command,) = commands
+    assert main([*command[:-OWN], "--print-config"]) == 0
+    told = tomllib.loads(capfd.readouterr().out)
+    wanted = load_settings({"target_model": "embedded", **given}, config=str(tmp_path / "s.toml"), purpose="gateway")
+    names = ("dtype", "queue", "context", "kv_memory", "threads", "sessions", "vocab")
+    for role, section in (("target", wanted.settings.target), ("draft", wanted.settings.draft)):
+        assert {name: told[role].get(name) for name in names} == {name: getattr(section, name, None) for name in names}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from specsplit.core.types import Proposal, SessionParams
 from specsplit.engine.session import SessionTable
 from specsplit.target.engine import TargetEngine
 from specsplit.telemetry.prometheus import WorkerMetrics
-from specsplit.telemetry.statistics import WorkerStatistics
+from specsplit.telemetry.statistics import StatisticsRole, WorkerStatistics
 from tests.support.hash_model import hash_model
-from tests.support.metrics import names, samples_of, value
+from tests.support.metrics import Samples, names, samples_of, value
 from tests.support.rounds import script
 
 
@@ -20,9 +21,23 @@ async def opened(target: TargetEngine, key: str, length: int) -> None:
     await target.verify(script(SessionParams(), ids, 0, 1, key), Proposal(1, length - 1))
 
 
+@dataclass
+class Counting:
+    """A worker with these counts."""
+
+    role: StatisticsRole
+    counts: WorkerStatistics
+
+    def statistics(self) -> WorkerStatistics:
+        return self.counts
+
+
+def page_of(role: StatisticsRole, statistics: WorkerStatistics, *others: Counting) -> Samples:
+    return samples_of(WorkerMetrics([Counting(role, statistics), *others]).page().decode())
+
+
 def kv_usage(statistics: WorkerStatistics) -> float:
-    page = WorkerMetrics("target", lambda: statistics).page().decode()
-    return value(samples_of(page), "specsplit:kv_cache_usage_perc")
+    return value(page_of("target", statistics), "specsplit:kv_cache_usage_perc")
 
 
 async def test_short_texts_in_every_slot_fill_the_kv_cache() -> None:
@@ -56,9 +71,18 @@ async def test_a_kv_cache_of_which_nothing_is_known_is_empty() -> None:
 async def test_warm_slots_of_a_stage_are_no_sessions_and_leave_room() -> None:
     """A stage cannot tell rows of ended sessions, whose slots are free for new ones, from those of open sessions."""
     held = WorkerStatistics(layers=(0, 12), num_slots=4, num_slots_used=4, used_bytes=1, budget_bytes=8)
-    page = samples_of(WorkerMetrics("stage", lambda: held).page().decode())
+    page = page_of("stage", held)
     assert value(page, "specsplit:kv_cache_usage_perc") == 1 / 8
     assert names(page).isdisjoint({"specsplit:num_requests_running", "specsplit:num_slots_warm"})
+
+
+async def test_a_page_of_two_workers_of_one_model_names_the_role_of_each_sample() -> None:
+    draft = Counting("draft", WorkerStatistics(model="embedded", num_slots=3))
+    page = page_of("target", WorkerStatistics(model="embedded", num_slots=4), draft)
+    for name in ("num_slots", "build_info"):
+        assert {value(page, f"specsplit:{name}", role=role) for role in ("target", "draft")} in ({3, 4}, {1})
+    alone = page_of("target", WorkerStatistics(model="embedded", num_slots=4))
+    assert ("specsplit:num_slots", frozenset({("model_name", "embedded")})) in alone
 
 
 class ChangingRows(list[int]):
