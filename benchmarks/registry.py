@@ -109,12 +109,8 @@ def _mode(name: str, mode: str, place: str) -> Entry:
             return partial(open_served, "benchmarks.peers.ours_remote:Services", chosen, known)
         return serve_modes(setup.threads, (chosen,), setup.pair)
 
-    where = {
-        "": "in process",
-        "loopback": "local worker processes, as serve starts them",
-        "apart": "a local process for each worker",
-        "remote": "workers elsewhere",
-    }[place]
+    places = ("in process", "local workers as serve starts them", "a local process each", "workers elsewhere")
+    where = dict(zip(("", *PLACES), places, strict=True))[place]
     return Entry(name, where, make, mode=mode, needs_draft=needs_draft)
 
 

@@ -71,11 +71,7 @@ class ServedMode:
         return self.loads_draft and (self.mode in ("overlap", "stream") or self.name.endswith("@apart"))
 
     def thread_shares(self, threads: int) -> dict[str, int]:
-        """Return the threads of each worker process on this machine, by role; `threads` is what they share.
-
-        A team of threads that waits spins on the cores of another process. Of one thread each has one, as on two
-        machines.
-        """
+        """Return the threads of each local process, by role. They share `threads`: a team that waits spins on cores."""
         if not self.is_apart:
             return {"target": threads}
         return {"target": threads - threads // 2, "draft": max(1, threads // 2)}

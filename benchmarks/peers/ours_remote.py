@@ -76,11 +76,10 @@ class WithWorkers(OnLoop):
 
     def _start_for(self, mode: ServedMode, threads: int, pair: Pair, *options: str) -> None:
         """Start the workers of a mode on this machine, which share `threads`: one process, or one for each role."""
-        if mode.loads_draft and not mode.is_apart:
-            self._start({"target": threads}, pair, "--draft-model", str(pair.draft), *options)
+        beside = ("--draft-model", str(pair.draft)) if mode.loads_draft and not mode.is_apart else ()
+        self._start(mode.thread_shares(threads), pair, *beside, *options)
+        if beside:
             self._processes["draft"] = self._processes["target"]
-        else:
-            self._start(mode.thread_shares(threads), pair, *options)
 
     async def _open(self) -> None:
         addresses = {process: process.wait_ready() for process in dict.fromkeys(self._processes.values())}
@@ -146,7 +145,7 @@ class Loopback(Services):
         return self._loop.run(self._wire_bytes(prompt_ids))
 
     def exchange_s(self, wire_bytes: Mapping[str, float]) -> float:
-        """Return the seconds of bare gRPC exchanges of as many bytes, one with each of two processes."""
+        """Return the seconds of bare gRPC exchanges of as many bytes, one for each role with a process of its own."""
         sizes = {name: round(value) for name, value in wire_bytes.items()}
         links = [(sizes[f"{role} sent"], sizes[f"{role} received"]) for role in ("draft", "target")]
         return self._loop.run(bare_exchange.exchange_s(links))
@@ -174,9 +173,9 @@ class LoadedServices(WithWorkers):
     """One mode over worker processes, its own or named ones; a request that finds slots and queue full is refused."""
 
     def __init__(self, mode: ServedMode, settings: LoadSettings) -> None:
-        addresses = {"target": settings.target_address, "draft": settings.draft_address if mode.loads_draft else None}
-        is_remote = mode.name.endswith("@remote")
-        super().__init__({role: place for role, place in addresses.items() if place is not None and is_remote})
+        is_remote, of_draft = mode.name.endswith("@remote"), settings.draft_address if mode.loads_draft else None
+        places = {"target": settings.target_address, "draft": of_draft} if is_remote else {}
+        super().__init__({role: place for role, place in places.items() if place is not None})
         self._mode = mode
         queue = () if settings.queue is None else ("--queue", str(settings.queue))
         if not is_remote:

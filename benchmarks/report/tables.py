@@ -114,7 +114,7 @@ def threads_of(header: Record, of_older: str) -> str:
     """Return the threads of the systems in words; `of_older` says whose they are on loopback in older files."""
     settings, facts = header["settings"], header.get("systems") or {}
     named = f"{settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
-    places = [name for name in settings.get("systems", facts) if name.endswith("@loopback")]
+    places = [name for name in settings.get("systems", facts) if name.endswith(("@loopback", "@apart"))]
     if not places:
         return named
     shares = [facts.get(name, {}).get("threads") for name in places]

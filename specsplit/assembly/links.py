@@ -61,7 +61,7 @@ async def remote_workers(
         target = remote_target(settings, security, note, replicas)
         verifier, tokenizer = await stack.enter_async_context(target)
         placement = Placement(is_remote=True, waits_when_full=waits_when_full)
-        if _share_process(settings):
+        if not replicas and _share_process(settings):
             placement = replace(placement, auto_modes=("pingpong",))
         workers = Workers(verifier, drafter, tokenizer, placement)
         stack.push_async_callback(workers.aclose)

@@ -11,7 +11,7 @@ from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, EMBEDDE
 from specsplit.core.errors import InvalidSettings, ModelDamaged, VocabularyMismatch
 from specsplit.core.paths import expanded
 from specsplit.core.ports import Tokenizer
-from specsplit.core.sections import DraftSettings, WorkerSettings
+from specsplit.core.sections import DraftSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import Settings
 from specsplit.core.types import Identity
 from specsplit.model.extra import check_device, require_worker_extra
@@ -238,22 +238,21 @@ def load_worker(
     *,
     default_context: int | None = None,
     has_all_cores: bool = False,
+    kv_rows: int | None = None,
 ) -> LoadedModel:
     """Load the model of a worker that serves; without a context it has its own, at most `default_context`.
 
-    `has_all_cores` says that nothing else computes on them, whatever address it listens on.
+    `has_all_cores` says that nothing else computes on them, whatever address it listens on. `kv_rows` are those of all
+    sessions where the settings name no memory for them.
 
     Raises:
         MissingExtra, ModelError, ResourceError, InvalidRequest: it cannot be loaded here; the message says why.
     """
-    source = settings.model or EMBEDDED
-    check_source(source, role)
-    check_device(settings.device)
-    if isinstance(settings, DraftSettings):
-        _check_vocab(settings)
-    kv_memory = parse_memory(settings.kv_memory)
+    check_worker(role, settings)
     require_worker_extra()
     from specsplit.model.loader import load_model
+
+    source, kv_memory = settings.model or EMBEDDED, parse_memory(settings.kv_memory)
 
     model = load_model(
         source,
@@ -268,6 +267,7 @@ def load_worker(
         max_sessions=settings.sessions or MOST_SERVED,
         min_sessions=settings.sessions or SERVED_SESSIONS,
         kv_memory=kv_memory,
+        kv_rows=kv_rows if kv_memory is None else None,
         shares_tokenizer=role == "target",
         progress=progress,
     )
@@ -277,15 +277,39 @@ def load_worker(
     return replace(model, name=settings.served_name or public_name(source))
 
 
-def load_draft_beside(target: LoadedModel, settings: DraftSettings, progress: Progress | None = None) -> LoadedModel:
-    """Load the draft that the process of a loaded target serves, too: they take turns, so it has the same threads.
+def check_worker(role: Role, settings: WorkerSettings) -> None:
+    """Refuse a worker that cannot be loaded, before torch is imported.
+
+    Raises what `check_models` raises.
+    """
+    check_source(settings.model or EMBEDDED, role)
+    check_device(settings.device)
+    parse_memory(settings.kv_memory)
+    if isinstance(settings, DraftSettings):
+        _check_vocab(settings)
+
+
+def load_worker_pair(
+    settings: TargetSettings, draft_settings: DraftSettings, progress: Progress | None = None
+) -> tuple[LoadedModel, LoadedModel]:
+    """Load a target and the draft that its process serves, too: they take turns, so the draft has the same threads.
+
+    A draft beside a target that counts its rows holds as many.
 
     Raises what `load_worker` raises, and VocabularyMismatch.
     """
-    settings = settings.model_copy(update={"threads": target.threads})
-    draft = load_worker("draft", settings, progress, default_context=target.context)
+    report = progress if progress is not None else _ignore
+    check_worker("draft", draft_settings)  # a large target takes minutes before it is the draft's turn
+    target = load_worker("target", settings, lambda phase, fraction: report(f"target: {phase}", fraction / 2))
+    draft = load_worker(
+        "draft",
+        draft_settings.model_copy(update={"threads": target.threads}),
+        lambda phase, fraction: report(f"draft: {phase}", (1 + fraction) / 2),
+        default_context=target.context,
+        kv_rows=target.runner.cache.row_limit if settings.kv_memory is not None else None,
+    )
     check_vocabularies(target.identity, draft.identity)
-    return draft
+    return target, draft
 
 
 def most_threads(settings: WorkerSettings) -> int | None:

@@ -31,7 +31,7 @@ async def serving(workers: Sequence[tuple[LoadedModel, WorkerSettings]]) -> Asyn
     from specsplit.engine.executor import ThreadExecutor
     from specsplit.rpc import server
     from specsplit.rpc.credentials import open_security
-    from specsplit.rpc.supervision import retry_device, sweep_sessions, watch_device
+    from specsplit.rpc.supervision import retry_device, sweep_sessions, watch_device, watch_service
     from specsplit.rpc.transport import largest_request
 
     model, settings = workers[0]
@@ -47,7 +47,9 @@ async def serving(workers: Sequence[tuple[LoadedModel, WorkerSettings]]) -> Asyn
         running = await stack.enter_async_context(
             server.serving(settings.listen, services, limits, security, server.SidePorts.of(settings))
         )
-        tasks = [watch_device([engine for engine, _ in engines], running)]
+        # A draft that fails beside its target leaves the target in use.
+        tasks = [watch_device(engines[0][0], running)]
+        tasks += [watch_service(engine, running, service.name) for engine, service in engines[1:]]
         for (engine, _), (_, chosen) in zip(engines, workers, strict=True):
             tasks += [sweep_sessions(engine, chosen.session_ttl / 4), retry_device(engine)]
         for task in tasks:

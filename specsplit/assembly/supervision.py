@@ -6,20 +6,22 @@ One that ends is started again; one that answers no pings is killed first.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from specsplit.core.defaults import WITHOUT_LINK_SETTINGS
+from specsplit.assembly.draft_beside import share_device
 from specsplit.core.errors import DeadlineExceeded, InvalidSettings, SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import DraftSettings, TargetSettings, WorkerSettings
-from specsplit.core.settings import OF_BOTH, Settings
+from specsplit.core.settings import BOTH_ENGINES, Settings
 from specsplit.core.types import Note
 from specsplit.rpc.clients import RemoteDrafter, RemoteVerifier
 from specsplit.rpc.hang import LOOK_S, SILENT, ProcessorWaits, wait_hung
 from specsplit.rpc.local_process import LocalProcess, running
+
+_WITHOUT_LINK_SETTINGS = ("--tls-cert=", "--tls-key=", "--tls-ca=", "--no-insecure", "--health=", "--metrics=")
+"""Options of a worker on loopback, for which the environment's certificates and ports are not meant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,46 +44,51 @@ async def local_processes(
         InvalidSettings: a target started here would need certificates, for its stages.
         WorkerFailed: one ended before it served, and what it said last.
     """
-    sources = {"target": None if settings.is_remote else settings.target.model, "draft": settings.draft_source}
-    sources = {role: source for role, source in sources.items() if source is not None}
-    target, draft = partial(_wait_hung, RemoteVerifier), partial(_wait_hung, RemoteDrafter)
-    processes: list[LocalProcess] = []
-    if _take_turns(settings):
-        options = (*_pair_options(settings), *arguments)
-        processes.append(LocalProcess("The target with its draft", ("target", *options), note, target))
-    else:
-        if "target" in sources:
-            options = (*_options(settings.target, sources["target"]), *_link_options(settings.target), *arguments)
-            processes.append(LocalProcess("The target", ("target", *options), note, target))
-        if "draft" in sources:
-            options = (*_draft_options(settings, sources["draft"]), *arguments)
-            processes.append(LocalProcess("The draft", ("draft", *options), note, draft))
-    if note is not None and processes:
-        # A large model takes minutes to load, in which nothing else would be seen.
+    target, draft = settings.target.model, settings.draft_source
+    wait_target, wait_draft = partial(_wait_hung, RemoteVerifier), partial(_wait_hung, RemoteDrafter)
+    if draft is not None and _take_turns(settings):
+        options = (*_pair_options(settings, draft), *arguments)
+        pair = LocalProcess("The target with its draft", ("target", *options), note, wait_target)
+        _tell_start(note, {"target": target, "draft": draft})
+        async with running([pair]) as (address,):
+            yield StartedWorkers(address, address)
+        return
+    processes: dict[str, LocalProcess] = {}
+    if not settings.is_remote:
+        # No draft beside it, whatever the environment says of targets.
+        options = (*_options(settings.target, target), *_link_options(settings.target), "--draft-model=", *arguments)
+        processes["target"] = LocalProcess("The target", ("target", *options), note, wait_target)
+    if draft is not None:
+        options = (*_draft_options(settings, draft), *arguments)
+        processes["draft"] = LocalProcess("The draft", ("draft", *options), note, wait_draft)
+    _tell_start(note, {role: {"target": target, "draft": draft}[role] for role in processes})
+    async with running(list(processes.values())) as addresses:
+        yield StartedWorkers(**dict(zip(processes, addresses, strict=True)))
+
+
+def _tell_start(note: Note | None, sources: Mapping[str, str | None]) -> None:
+    """Say what is loaded: a large model takes minutes, in which nothing else would be seen."""
+    if note is not None and sources:
         note(f"Starting {' and '.join(f'the {role} ({source})' for role, source in sources.items())} ...")
-    async with running(processes) as addresses:
-        # One process serves both at the same address.
-        yield StartedWorkers(**dict(zip(sources, itertools.cycle(addresses), strict=False)))
 
 
 def _take_turns(settings: Settings) -> bool:
-    """Return whether one process serves draft and target: they would compute on one device, and one after the other."""
-    target, is_pair = settings.target, settings.draft_source is not None and not settings.is_remote
-    return is_pair and target.device == settings.draft.device and not target.is_cut and not settings.runs_side_by_side
+    """Return whether one process would serve a draft and a target: on one device, and not at the same time."""
+    is_whole = not settings.is_remote and not settings.target.is_cut
+    return is_whole and share_device(settings.target, settings.draft) and not settings.runs_side_by_side
 
 
-def _pair_options(settings: Settings) -> list[str]:
+def _pair_options(settings: Settings, draft: str) -> list[str]:
     """Return the options of the command that serves both.
 
     An option of both models is left out where they differ: then no command line said so, but what that process reads,
     too, the environment or the settings file.
     """
-    both = settings.target.model_dump(include=set(OF_BOTH)), settings.draft.model_dump(include=set(OF_BOTH))
-    differing = {name: None for name in OF_BOTH if both[0][name] != both[1][name]}
-    assert settings.draft_source is not None, "a pair has a draft"
+    both = [section.model_dump(include=set(BOTH_ENGINES)) for section in (settings.target, settings.draft)]
+    differing = {name: None for name in BOTH_ENGINES if both[0][name] != both[1][name]}
     vocab = [] if settings.draft.vocab is None else ["--draft-vocab", settings.draft.vocab]
     target = settings.target.model_copy(update=differing)
-    return [*_options(target, target.model), "--draft-model", settings.draft_source, *vocab]
+    return [*_options(target, target.model), "--draft-model", draft, *vocab]
 
 
 def _draft_options(settings: Settings, source: str) -> list[str]:
@@ -123,7 +130,7 @@ def _options(settings: WorkerSettings, model: str) -> list[str]:
     if isinstance(settings, DraftSettings):
         given["vocab"] = settings.vocab
     words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
-    return [*(word for pair in words for word in pair), *WITHOUT_LINK_SETTINGS]
+    return [*(word for pair in words for word in pair), *_WITHOUT_LINK_SETTINGS]
 
 
 def _link_options(settings: TargetSettings) -> list[str]:

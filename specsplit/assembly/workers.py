@@ -88,7 +88,7 @@ class Workers:
         self.verifier = verifier
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self._placement = placement
+        self.placement = placement
         self._turns = _Turns(placement.max_requests)
         self._orchestrators: dict[Speculation, Orchestrator] = {}
         self._is_closed = False
@@ -121,19 +121,19 @@ class Workers:
             depth=settings.depth,
             branching=settings.branching,
             lookup=settings.lookup,
-            auto_modes=self._placement.auto_modes,
+            auto_modes=self.placement.auto_modes,
         )
         if speculation not in self._orchestrators:
             self._orchestrators[speculation] = Orchestrator(self.verifier, self.drafter, self.tokenizer, speculation)
         # In one process draft and target take turns, so giving up on the draft would gain nothing.
-        draft_s = settings.draft_patience if self._placement.is_remote else math.inf
+        draft_s = settings.draft_patience if self.placement.is_remote else math.inf
         # No orchestrator is kept for the times: every request may have others.
         return self._orchestrators[speculation].with_retry_policy(
             RetryPolicy(
                 retry_s=settings.retry,
                 draft_s=draft_s,
-                can_be_silent=not self._placement.is_on_loop,
-                waits_when_full=self._placement.waits_when_full,
+                can_be_silent=not self.placement.is_on_loop,
+                waits_when_full=self.placement.waits_when_full,
             )
         )
 

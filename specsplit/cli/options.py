@@ -47,7 +47,13 @@ DraftModel = Annotated[
 ]
 DraftBeside = Annotated[
     str | None,
-    option("--draft-model -d", _MODELS, "Folder or hub id of a draft that this process serves as well.", "none", "M"),
+    option(
+        "--draft-model -d",
+        _MODELS,
+        "Folder or hub id of a draft that this process serves as well, on the same device.",
+        "none",
+        "M",
+    ),
 ]
 _MODELS_OF = {"revision": ("model", "target_model", "served_model"), "draft_revision": ("draft_model",)}
 _REVISION = "Branch, tag or commit of the {} on the hub."

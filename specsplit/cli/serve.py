@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -22,7 +22,8 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from specsplit.assembly.models import load_draft_beside, load_worker, not_recorded
+from specsplit.assembly.draft_beside import with_draft
+from specsplit.assembly.models import load_worker, load_worker_pair, not_recorded
 from specsplit.assembly.serving import serving
 from specsplit.cli import render
 from specsplit.cli.help import INTERRUPTED
@@ -38,6 +39,7 @@ from specsplit.model.extra import require_metrics
 from specsplit.model.source import check_source
 
 if TYPE_CHECKING:
+    from specsplit.model.loader import LoadedModel
     from specsplit.rpc.auth import LinkRole
     from specsplit.rpc.server import Server
 
@@ -67,17 +69,21 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
     end_with_parent(given)
     chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
     effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose=role)
+    if role == "target":
+        effective = with_draft(effective)
     settings: WorkerSettings = getattr(effective.settings, role)
-    draft = effective.settings.draft_beside if role == "target" else None
+    has_draft = role == "target" and effective.settings.target.draft_model is not None
     if given.get("print_config"):
-        print_config(effective, as_json=False, roles=(role,) if draft is None else (role, "draft"))
+        print_config(effective, as_json=False, roles=(role, "draft") if has_draft else (role,))
         return 0
     set_up_logging(settings, role)
     check_service(settings, role)
     with tracing(given, role):
         if isinstance(settings, TargetSettings) and settings.is_cut:
             return _serve_chain(settings)
-        return _serve_models(role, settings, given, draft)
+        if has_draft:
+            return _serve_pair(effective.settings.target, effective.settings.draft)
+        return _serve_model(role, settings, given)
 
 
 def end_with_parent(given: Mapping[str, Any]) -> None:
@@ -92,20 +98,26 @@ def end_with_parent(given: Mapping[str, Any]) -> None:
         raise SystemExit(1)
 
 
-def _serve_models(
-    role: Role, settings: WorkerSettings, given: Mapping[str, Any], draft_settings: DraftSettings | None
-) -> int:
+def _serve_model(role: Role, settings: WorkerSettings, given: Mapping[str, Any]) -> int:
     default_context, has_all_cores = given.get("default_context"), bool(given.get("all_cores"))
     with terminable(), render.loading_bar() as progress:
         model = load_worker(role, settings, progress, default_context=default_context, has_all_cores=has_all_cores)
-        workers = [(model, settings)]
-        if draft_settings is not None:
-            workers.append((load_draft_beside(model, draft_settings, progress), draft_settings))
-    for each, _ in workers:
-        if not each.runner.is_recorded:
-            note(not_recorded(each))
-    beside = {} if len(workers) == 1 else {"draft_model": workers[1][0].name}
-    ready_line = partial(described, {"role": role, "model": model.name, **beside, "threads": model.threads})
+    return _serve([(model, settings)], {})
+
+
+def _serve_pair(settings: TargetSettings, draft_settings: DraftSettings) -> int:
+    with terminable(), render.loading_bar() as progress:
+        target, draft = load_worker_pair(settings, draft_settings, progress)
+    return _serve([(target, settings), (draft, draft_settings)], {"draft_model": draft.name})
+
+
+def _serve(workers: Sequence[tuple[LoadedModel, WorkerSettings]], beside: Mapping[str, str]) -> int:
+    """Serve loaded models until a signal; `beside` is what the ready line says more than of the first one."""
+    for model, _ in workers:
+        if not model.runner.is_recorded:
+            note(not_recorded(model))
+    first, settings = workers[0]
+    ready_line = partial(described, {"role": first.role, "model": first.name, **beside, "threads": first.threads})
     return event_loop.run(serve_until_signal(lambda: serving(workers), ready_line, settings.drain))
 
 

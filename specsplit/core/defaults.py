@@ -48,8 +48,6 @@ REPETITION_PENALTY = 1.0
 
 LISTEN = "127.0.0.1:0"
 HTTP = "127.0.0.1:8000"
-WITHOUT_LINK_SETTINGS = ("--tls-cert=", "--tls-key=", "--tls-ca=", "--no-insecure", "--health=", "--metrics=")
-"""Options for a process started on loopback by another one: what the environment says is for that one alone."""
 SERVED_SESSIONS, MOST_SERVED, QUEUE_PER_SESSION = 4, 16, 32
 """KV slots of a worker that serves, up to how many if the memory easily holds them, and waiting requests for each."""
 LOCAL_SESSIONS = 8

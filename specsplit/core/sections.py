@@ -188,8 +188,7 @@ class TargetSettings(WorkerSettings):
 
     model: ModelSource = EMBEDDED  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so narrower is safe)
     caller_streams: Positive | None = None
-    draft_model: ModelSource | None = None
-    """A draft that the same process serves, with the other settings of the draft; None serves a target alone."""
+    draft_model: Given = None  # a draft that the same process serves, too, with the settings of the draft
     layers: Layers | None = None  # the first layers, which it holds itself; the stages have the others
     stages: Addresses = ()  # addresses of the stages, in the order of their layers
     spares: Addresses = ()

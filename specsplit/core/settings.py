@@ -83,12 +83,6 @@ class Settings(BaseSettings):
         return self.draft.model
 
     @property
-    def draft_beside(self) -> DraftSettings | None:
-        """The draft that a served target's process serves as well, with its model; None if it serves none."""
-        model = self.target.draft_model
-        return None if model is None else self.draft.model_copy(update={"model": model})
-
-    @property
     def has_local_model(self) -> bool:
         """Whether a model is loaded into this process."""
         return not self.is_remote or self.draft_source is not None
@@ -127,7 +121,7 @@ _ROLES: dict[str, type[BaseModel]] = {
 }
 KEYS = tuple(f"{role}.{field}" for role, section in _ROLES.items() for field in section.model_fields)
 """Every setting as role.field."""
-_BOTH_ENGINES = ("dtype", "device", "threads", "sessions", "queue")
+BOTH_ENGINES = ("dtype", "device", "threads", "sessions", "queue")
 FLAT_KEYS: dict[str, tuple[str, ...]] = {
     "draft": ("draft.address",),
     "target": ("target.address",),
@@ -135,7 +129,7 @@ FLAT_KEYS: dict[str, tuple[str, ...]] = {
     "draft_vocab": ("draft.vocab",),
     "target_model": ("target.model",),
     **{name: (f"target.{name}",) for name in ("context", "kv_memory")},
-    **{name: (f"draft.{name}", f"target.{name}") for name in _BOTH_ENGINES},
+    **{name: (f"draft.{name}", f"target.{name}") for name in BOTH_ENGINES},
     **{name: (f"orchestrator.{name}",) for name in OrchestratorSettings.model_fields},
 }
 """The settings by the names of the command line's options and of Pipeline's arguments."""
@@ -152,9 +146,7 @@ SERVICE_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     for role in ("draft", "target", "stage")
 }
 """The same for the command that serves a role; what a target's says of both models holds for the draft beside it."""
-OF_BOTH = (*_BOTH_ENGINES, "kv_memory")
-SERVICE_KEYS["target"] |= {"draft_vocab": ("draft.vocab",)}
-SERVICE_KEYS["target"] |= {name: (f"draft.{name}", f"target.{name}") for name in OF_BOTH}
+SERVICE_KEYS["target"] |= {name: FLAT_KEYS[name] for name in (*BOTH_ENGINES, "draft_vocab")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +205,6 @@ def load_settings(
     elif purpose == "target":
         merged = _cut(merged, chosen)
     settings = _validated(merged)
-    if purpose == "target":
-        _check_draft_beside(settings.target, merged, chosen)
     if not is_service:
         _refuse_contradictions(settings, merged, purpose)
     return EffectiveSettings(settings, {key: origin for key, (_, origin) in merged.items()})
@@ -289,21 +279,6 @@ def _cut(merged: _Layer, chosen: _Layer) -> _Layer:
             name = chosen[key][1].name
             raise InvalidSettings(f"{name} is for a target cut into stages: name them with --stages, or leave it out.")
     return merged
-
-
-def _check_draft_beside(target: TargetSettings, merged: _Layer, chosen: _Layer) -> None:
-    if target.draft_model is None:
-        if "draft.vocab" in chosen:
-            name = chosen["draft.vocab"][1].name
-            raise InvalidSettings(f"{name} is for a draft: name one with --draft-model, or leave it out.")
-        return
-    name = merged["target.draft_model"][1].name
-    if target.is_cut:
-        raise InvalidSettings(f"{name} is for a whole target: start a draft beside stages with specsplit draft.")
-    if target.tls_cert:
-        raise InvalidSettings(
-            f"{name} goes without certificates, each of which proves one role: start the draft with specsplit draft."
-        )
 
 
 def _nearness(origin: Origin) -> int:

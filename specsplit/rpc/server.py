@@ -112,7 +112,7 @@ class Server:
         server.add_generic_rpc_handlers([self._health.handlers(has_watch=True)])
         names = [service.name for service in services]
         _reflection.enable_server_reflection([*names, HEALTH_SERVICE, _reflection.SERVICE_NAME], server)
-        self._ready_names = ["", READINESS, *names]
+        self._names = names
         self._is_draining = False
 
     @property
@@ -121,13 +121,14 @@ class Server:
         return self._boundary.num_running
 
     def tell_health(self, *, is_ready: bool, is_live: bool) -> None:
-        """Set the answer to health checks; a draining server stays not ready."""
-        self._tell_ready(is_ready=is_ready and is_live and not self._is_draining)
+        """Set the answer to health checks, as the first service has it; a draining server stays not ready."""
+        for name in ("", READINESS, *self._names[:1]):
+            self.tell_service(name, is_ready=is_ready and is_live)
         self._health.set(LIVENESS, is_serving=is_live)
 
-    def _tell_ready(self, *, is_ready: bool) -> None:
-        for name in self._ready_names:
-            self._health.set(name, is_serving=is_ready)
+    def tell_service(self, name: str, *, is_ready: bool) -> None:
+        """Set the answer to health checks of one name; those of a draining server stay not ready."""
+        self._health.set(name, is_serving=is_ready and not self._is_draining)
 
     @asynccontextmanager
     async def health_port(self, listen: str) -> AsyncGenerator[None]:
@@ -171,7 +172,8 @@ class Server:
         methods = frozenset(name for service in self._services for name in service.methods_while_draining)
         # Rounds of open sessions are still answered: [ no new session | no new call | stopped ].
         self._boundary.refuse(methods)
-        self._tell_ready(is_ready=False)
+        for name in ("", READINESS, *self._names):
+            self.tell_service(name, is_ready=False)
         await self._wait_sessions(end_s)
         num_texts = sum(service.num_texts for service in self._services)
         self._boundary.refuse()
@@ -220,6 +222,8 @@ async def serving(
     bound_port = await _listen(server, host, port, security)
     running = Server(server, boundary, services, format_address(host, bound_port))
     running.tell_health(is_ready=True, is_live=True)
+    for service in services[1:]:
+        running.tell_service(service.name, is_ready=True)
     async with AsyncExitStack() as stack:
         if ports.health:
             await stack.enter_async_context(running.health_port(ports.health))

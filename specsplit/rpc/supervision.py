@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
 from typing import Protocol
 
 from specsplit.rpc.server import Server
@@ -54,13 +53,20 @@ async def retry_device(engine: SupervisedEngine) -> None:
             await engine.check_device()
 
 
-async def watch_device(devices: Sequence[Device], server: Server) -> None:
-    """Tell health checks whether the device is well, as all that compute on it say, for ever."""
+async def watch_service(device: Device, server: Server, service: str) -> None:
+    """Tell health checks of a service beside the first one whether it can be used, for ever."""
+    while True:
+        server.tell_service(service, is_ready=device.is_well)
+        await asyncio.sleep(LOOK_S)
+
+
+async def watch_device(device: Device, server: Server) -> None:
+    """Tell health checks whether the device of the first service is well, for ever."""
     loop = asyncio.get_running_loop()
     well_s, was_well = loop.time(), True
     while True:
         # The properties are read without waiting for the device, which may hang.
-        is_well, now_s = all(device.is_well for device in devices), loop.time()
+        is_well, now_s = device.is_well, loop.time()
         if is_well:
             well_s = now_s
         if is_well != was_well:
@@ -68,6 +74,6 @@ async def watch_device(devices: Sequence[Device], server: Server) -> None:
             _log.warning(
                 "the device %s", "computes again" if is_well else "is not well: forwards fail, or it has ended"
             )
-        is_live = all(device.is_alive for device in devices) and now_s - well_s < PATIENCE_S
+        is_live = device.is_alive and now_s - well_s < PATIENCE_S
         server.tell_health(is_ready=is_well, is_live=is_live)
         await asyncio.sleep(LOOK_S)

@@ -97,7 +97,7 @@ async def serving_stage(shard: LoadedShard, settings: StageSettings) -> AsyncGen
         running = await stack.enter_async_context(
             serving(settings.listen, [service], security=security, ports=SidePorts.of(settings))
         )
-        stack.callback(asyncio.create_task(watch_device([stage], running)).cancel)
+        stack.callback(asyncio.create_task(watch_device(stage, running)).cancel)
         yield running
 
 

@@ -125,10 +125,10 @@ class WorkerMetrics(Collector):
         families: dict[str, Metric] = {}
         for worker in self._workers:
             for metric in _metrics(worker.role, worker.statistics()):
+                family = families.setdefault(metric.name, metric)
                 if len(self._workers) > 1:
                     labelled = [each._replace(labels={**each.labels, "role": worker.role}) for each in metric.samples]
-                    metric.samples = [*getattr(families.get(metric.name), "samples", ()), *labelled]
-                families[metric.name] = metric
+                    family.samples = labelled if family is metric else [*family.samples, *labelled]
         return families.values()
 
 
@@ -217,5 +217,7 @@ def _in_vllm_names(family: Metric) -> Metric | None:
     if family.name.removeprefix(PREFIX) not in VLLM_NAMES:
         return None
     renamed = Metric(family.name.replace(PREFIX, _VLLM_PREFIX, 1), family.documentation, family.type)
-    renamed.samples = [sample._replace(name=sample.name.replace(PREFIX, _VLLM_PREFIX, 1)) for sample in family.samples]
+    # A draft beside its target has no requests or tokens of its own to be added to the target's.
+    samples = [sample for sample in family.samples if sample.labels.get("role") != "draft"]
+    renamed.samples = [sample._replace(name=sample.name.replace(PREFIX, _VLLM_PREFIX, 1)) for sample in samples]
     return renamed

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tomllib
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from specsplit import Pipeline
+from specsplit.assembly import links
 from specsplit.cli.main import main
 from specsplit.core.defaults import Mode
+from specsplit.core.sections import DraftSettings, TargetSettings
+from specsplit.core.settings import Settings
+from specsplit.model import loader
+from specsplit.rpc.credentials import Security
+from tests.support.fakes import FakeTarget
 from tests.support.metrics import scraped, value
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.processes import WorkerProcess
@@ -65,6 +73,65 @@ def test_it_names_both_models_and_counts_for_both(both: WorkerProcess) -> None:
 def test_what_a_draft_beside_a_target_cannot_be_is_refused(options: list[str], sentence: str, capfd: Capture) -> None:
     assert main(["target", *options]) == 2
     assert sentence in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"TARGET_DRAFT_MODEL": "/nowhere/draft"}, "/nowhere/draft"),
+        ({"TARGET_DRAFT_MODEL": "embedded", "DRAFT_KV_MEMORY": "much"}, "--kv-memory must be a size"),
+        (
+            {"TARGET_DRAFT_MODEL": "embedded", "DRAFT_DEVICE": "cuda"},
+            "a draft on the target's device: start one on cuda",
+        ),
+    ],
+)
+def test_a_draft_that_cannot_be_loaded_is_refused_before_the_target_is(
+    variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a large target would take minutes")
+
+    monkeypatch.setattr(loader, "load_model", load)
+    for name, word in variables.items():
+        monkeypatch.setenv(f"SPECSPLIT_{name}", word)
+    assert main(["target"]) in (1, 2)
+    assert sentence in capfd.readouterr().err
+
+
+def test_a_draft_takes_from_its_target_what_it_has_not_itself(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    words = {"DEVICE": "cuda:1", "SESSIONS": "3", "PREFIX_REUSE": "off", "DTYPE": "bf16", "DRAFT_MODEL": "org/small"}
+    for name, word in words.items():
+        monkeypatch.setenv(f"SPECSPLIT_TARGET_{name}", word)
+    monkeypatch.setenv("SPECSPLIT_DRAFT_SESSIONS", "5")
+    assert main(["target", "--queue", "7", "--print-config"]) == 0
+    told = tomllib.loads(capfd.readouterr().out)["draft"]
+    names = ("model", "device", "sessions", "prefix_reuse", "queue", "dtype")
+    assert [told.get(name) for name in names] == ["org/small", "cuda:1", 5, "off", 7, None]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "replicas", "has_turns"),
+    [
+        ("127.0.0.1:7001", "127.0.0.1:7001", (), True),
+        ("127.0.0.1:7001", "127.0.0.1:7002", (), False),
+        ("127.0.0.1:7001", "127.0.0.1:7001", ("far:7001",), False),
+        ("far:7001", "far:7001", (), False),
+    ],
+    ids=["the same", "another", "a replica", "far away"],
+)
+async def test_auto_does_not_try_to_draft_while_the_same_process_verifies(
+    target: str, draft: str, replicas: tuple[str, ...], has_turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def connected(*_: object) -> AsyncGenerator[tuple[FakeTarget, None]]:
+        yield FakeTarget(), None
+
+    monkeypatch.setattr(links, "remote_target", connected)
+    settings = Settings(target=TargetSettings(address=target), draft=DraftSettings(address=draft))
+    security = Security(is_insecure=True)
+    async with links.remote_workers(settings, replicas=replicas, security=security) as workers:
+        assert (workers.placement.auto_modes == ("pingpong",)) == has_turns
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path, capfd: Capture) -> None:

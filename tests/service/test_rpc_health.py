@@ -106,6 +106,29 @@ async def test_a_device_that_fails_is_not_ready_until_it_computes_again(
         await ask(role, address)
 
 
+async def test_a_draft_that_fails_beside_its_target_leaves_the_target_in_use(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("specsplit.rpc.supervision.LOOK_S", 0.01)
+    monkeypatch.setattr("specsplit.rpc.supervision.PATIENCE_S", 0.001)
+    (target, _), (draft, runner) = (hash_model(role, max_sessions=4) for role in ("target", "draft"))
+    sick, settings = Sick(runner), WorkerSettings(listen=LOOPBACK)
+    async with (
+        serving([(target, settings), (draft, settings)]) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        names = ("readiness", "liveness", "specsplit.v1.TargetService", "specsplit.v1.DraftService")
+        health = [Health(channel, name) for name in names]
+        assert [await each.next() for each in health] == [SERVING] * 4
+        sick.error = RuntimeError("the device broke")
+        for _ in range(3):
+            with pytest.raises(SpecSplitError):
+                await ask("draft", server.address)
+        assert await health[3].next() == NOT_SERVING
+        await ask("target", server.address)
+        assert [await Health(channel, name).next() for name in names[:3]] == [SERVING] * 3
+        sick.error = None
+        assert await health[3].next() == SERVING
+
+
 async def test_a_device_that_stays_sick_is_not_alive_until_it_recovers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("specsplit.rpc.supervision.PATIENCE_S", 0.2)
     async with served("target", monkeypatch) as (address, sick, channel):

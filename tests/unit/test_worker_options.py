@@ -8,6 +8,7 @@ import logging
 import sys
 import tomllib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,8 @@ async def both_of(text: str, folder: Path, commands: list[list[str]], **options:
     path.write_text(text)
     settings = load_settings({"target_model": "embedded", **options}, config=str(path), purpose="gateway").settings
     await start(settings, ("--config", str(path)))
-    places = [(words, words.index("--draft-model") + 1 if "--draft-model" in words else 0) for words in commands]
-    return [(words[0], words[place] if place else None) for words, place in places]
+    given = [dict(pairwise(words)) for words in commands]
+    return [(words[0], options.get("--draft-model")) for words, options in zip(commands, given, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,21 @@ async def test_one_process_serves_a_draft_and_a_target_that_take_turns(
 ):
     found = await both_of(text, tmp_path, commands, **options)
     assert found == ([("target", "embedded")] if is_one else [("target", None), ("draft", None)])
+
+
+@pytest.mark.parametrize("options", [{"mode": "plain"}, {"mode": "overlap"}, {"draft_model": "none-of-these"}])
+async def test_a_draft_beside_targets_of_the_environment_is_none_of_a_gateway(
+    tmp_path: Path,
+    commands: list[list[str]],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    monkeypatch.setenv("SPECSPLIT_TARGET_DRAFT_MODEL", "elsewhere")
+    await both_of("", tmp_path, commands, **options)
+    assert main([*commands[0][:-OWN], "--print-config"]) == 0
+    told = tomllib.loads(capfd.readouterr().out)["target"]
+    assert told.get("draft_model") == options.get("draft_model")
 
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "fp32", "threads": 3, "sessions": 5, "draft_vocab": "99"}])

@@ -81,6 +81,8 @@ async def test_a_page_of_two_workers_of_one_model_names_the_role_of_each_sample(
     page = page_of("target", WorkerStatistics(model="embedded", num_slots=4), draft)
     for name in ("num_slots", "build_info"):
         assert {value(page, f"specsplit:{name}", role=role) for role in ("target", "draft")} in ({3, 4}, {1})
+    shared = WorkerMetrics([Counting("target", draft.counts), draft], has_vllm_names=True)
+    assert value(samples_of(shared.page().decode()), "vllm:num_requests_running", role="target") == 0, "and no draft's"
     alone = page_of("target", WorkerStatistics(model="embedded", num_slots=4))
     assert ("specsplit:num_slots", frozenset({("model_name", "embedded")})) in alone
 
