@@ -73,17 +73,17 @@ def test_answers_follow_the_whole_conversation(tmp_path: Path, expected: list[st
 
 def test_a_gateway_starts_its_draft_with_the_tokens_that_were_named(gateway: GatewayProcess):
     assert gateway.ready["models"] == ["embedded"]
-    draft = words_of_draft(gateway)
-    assert draft[draft.index("--vocab") + 1] == "3000"
-    assert draft[draft.index("--default-context") + 1] == "512", "that of --context, which is the target's"
+    words = words_of_workers(gateway)
+    assert words[words.index("--draft-vocab") + 1] == "3000"
+    assert words[words.index("--context") + 1] == "512", "the target's, which its draft follows"
 
 
-def words_of_draft(gateway: GatewayProcess) -> list[str]:
-    """Return the command that serves the draft which the gateway has started."""
+def words_of_workers(gateway: GatewayProcess) -> list[str]:
+    """Return the command that serves the target and the draft which the gateway has started."""
     children = Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text(encoding="ascii")
     commands = [Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").split("\0") for child in children.split()]
-    (draft,) = (words for words in commands if "draft" in words)
-    return draft
+    (both,) = (words for words in commands if "--draft-model" in words)
+    return both
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 
 from specsplit.cli.main import main
 from specsplit.gateway.keys import new_key
@@ -203,17 +204,26 @@ async def test_a_request_is_one_trace_and_its_text_stays_with_those_who_need_it(
         check_secrecy(chain, pages, ids)
 
 
-def test_workers_that_a_gateway_starts_trace_to_files_beside_its_own(tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "roles"),
+    [
+        ("auto", {"target": "target with its draft"}),
+        pytest.param("overlap", {"target": "target", "draft": "draft"}, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_that_a_gateway_starts_trace_to_files_beside_its_own(
+    mode: str, roles: dict[str, str], tmp_path: Path, capsys: Any
+) -> None:
     trace = tmp_path / "spans"
-    gateway = GatewayProcess(tmp_path, "--trace", str(trace))
+    gateway = GatewayProcess(tmp_path, "--trace", str(trace), "--mode", mode)
     try:
         answer = httpx.post(f"{gateway.url}/v1/completions", json=ASKED, timeout=LIMIT_S)
         assert answer.status_code == 200
         assert gateway.stop() == 0
     finally:
         gateway.close()
-    for role in ("target", "draft"):
-        assert f"The {role}: Its spans go to {trace}.{role}." in gateway.stderr
+    for role, name in roles.items():
+        assert f"The {name}: Its spans go to {trace}.{role}." in gateway.stderr
     assert main(["trace", *map(str, tmp_path.glob("spans*"))]) == 0
     shown = capsys.readouterr().out
     assert "of the time computing" in shown

@@ -235,7 +235,7 @@ async def test_a_session_whose_hidden_states_overflow_fails_alone(
             rounds = [asyncio.create_task(go_on(place, 3)) for place in range(len(lengths))]
             await asyncio.sleep(0.2)  # they wait for the round that is held
         *others, refused = await asyncio.gather(*rounds, return_exceptions=True)
-        assert [1, 1, 1] in packets(chain), "all were in one step"
+        assert any(len(rows) >= len(lengths) for rows in packets(chain)), "all were in one step"
         assert others == [None, None]
         for place in (0, 1):
             await go_on(place, 4)
