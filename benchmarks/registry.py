@@ -19,7 +19,11 @@ from specsplit.core.errors import InvalidRequest
 
 MODES = get_args(Mode)
 """The orchestrator's own: a new one can be measured as soon as it can be asked for."""
-PLACES = ("loopback", "apart", "remote")
+PLACES = {
+    "loopback": "local workers as serve starts them",
+    "apart": "a local process for each worker",
+    "remote": "workers elsewhere",
+}
 NO_LOOKUP, WITH_DRAFT = "-no-lookup", "-with-draft"
 """Behind a mode: its trees hold none of lookup's nodes; it runs beside a draft that it has no use for."""
 PLAIN, GENERATE, BARE = "plain", "generate", "bare"
@@ -109,9 +113,7 @@ def _mode(name: str, mode: str, place: str) -> Entry:
             return partial(open_served, "benchmarks.peers.ours_remote:Services", chosen, known)
         return serve_modes(setup.threads, (chosen,), setup.pair)
 
-    places = ("in process", "local workers as serve starts them", "a local process each", "workers elsewhere")
-    where = dict(zip(("", *PLACES), places, strict=True))[place]
-    return Entry(name, where, make, mode=mode, needs_draft=needs_draft)
+    return Entry(name, PLACES.get(place, "in process"), make, mode=mode, needs_draft=needs_draft)
 
 
 def facts_of_place(name: str, setup: Setup) -> dict[str, object]:

@@ -93,12 +93,9 @@ def check_models(settings: Settings) -> None:
     parse_memory(settings.target.kv_memory)
     parse_memory(settings.draft.kv_memory)
     if not settings.is_remote:
-        check_source(settings.target.model, "target")
-        check_device(settings.target.device)
+        check_worker("target", settings.target)
     if settings.draft_source is not None:
-        check_source(settings.draft_source, "draft")
-        check_device(settings.draft.device)
-        _check_vocab(settings.draft)
+        check_worker("draft", settings.draft.model_copy(update={"model": settings.draft_source}))
 
 
 def load_models(settings: Settings, progress: Progress | None = None, *, max_sessions: int = 1) -> Models:

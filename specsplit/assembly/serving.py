@@ -48,8 +48,9 @@ async def serving(workers: Sequence[tuple[LoadedModel, WorkerSettings]]) -> Asyn
             server.serving(settings.listen, services, limits, security, server.SidePorts.of(settings))
         )
         # A draft that fails beside its target leaves the target in use.
-        tasks = [watch_device(engines[0][0], running)]
-        tasks += [watch_service(engine, running, service.name) for engine, service in engines[1:]]
+        (first, _), *beside = engines
+        tasks = [watch_device(first, running)]
+        tasks += [watch_service(engine, running, service.name) for engine, service in beside]
         for (engine, _), (_, chosen) in zip(engines, workers, strict=True):
             tasks += [sweep_sessions(engine, chosen.session_ttl / 4), retry_device(engine)]
         for task in tasks:

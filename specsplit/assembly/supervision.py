@@ -45,11 +45,12 @@ async def local_processes(
         WorkerFailed: one ended before it served, and what it said last.
     """
     target, draft = settings.target.model, settings.draft_source
+    sources = {"target": target, "draft": draft}
     wait_target, wait_draft = partial(_wait_hung, RemoteVerifier), partial(_wait_hung, RemoteDrafter)
     if draft is not None and _take_turns(settings):
         options = (*_pair_options(settings, draft), *arguments)
         pair = LocalProcess("The target with its draft", ("target", *options), note, wait_target)
-        _tell_start(note, {"target": target, "draft": draft})
+        _tell_start(note, sources)
         async with running([pair]) as (address,):
             yield StartedWorkers(address, address)
         return
@@ -61,7 +62,7 @@ async def local_processes(
     if draft is not None:
         options = (*_draft_options(settings, draft), *arguments)
         processes["draft"] = LocalProcess("The draft", ("draft", *options), note, wait_draft)
-    _tell_start(note, {role: {"target": target, "draft": draft}[role] for role in processes})
+    _tell_start(note, {role: sources[role] for role in processes})
     async with running(list(processes.values())) as addresses:
         yield StartedWorkers(**dict(zip(processes, addresses, strict=True)))
 
