@@ -22,6 +22,7 @@ from specsplit.engine.callers import caller_of, is_of
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.executor import Executor
 from specsplit.engine.measure import Probe
+from specsplit.engine.measured_times import MeasuredTimes
 from specsplit.engine.preemption import Preemption
 from specsplit.engine.quotas import CallerQuotas
 from specsplit.engine.row_budget import KVStatistics
@@ -94,14 +95,24 @@ class Engine:
 
     async def ping(self) -> Identity:
         # A chain's numerics changes with its stages.
-        runner = self._model.runner
-        return replace(self._identity, exactness=runner.exactness, numerics=runner.numerics, revision=runner.revision)
+        runner, identity = self._model.runner, self.identity
+        return replace(identity, exactness=runner.exactness, numerics=runner.numerics, revision=runner.revision)
+
+    @property
+    def identity(self) -> Identity:
+        """Who this worker is, with what it knows of its forwards' times."""
+        measured = self._work.scheduler.budget.measured
+        if measured is None:
+            return self._identity
+        step_times, fork_s = measured.told
+        return replace(self._identity, step_times=step_times, fork_s=fork_s)
 
     async def measure(self) -> None:
-        """Measure forwards by their rows; the identity names their times from then on."""
+        """Measure forwards by their rows; the identity names their times from then on, and what steps show of them."""
         (step_times, fork_s), _ = await self._work.run(None, self._probe.measure(self._model, self._sessions))
-        self._identity = replace(self._identity, step_times=step_times, fork_s=fork_s)
-        self.pace_steps(StepTimes.from_start(step_times))
+        budget = self._work.scheduler.budget
+        budget.measured = MeasuredTimes(step_times, fork_s)
+        budget.pace(budget.measured.curve)
 
     def pace_steps(self, times: StepTimes) -> None:
         """Let steps take so much of long prompts and trees as pays by these times, while sessions keep their pace."""

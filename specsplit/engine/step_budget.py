@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from specsplit.engine.batch import Batch, Task
 from specsplit.engine.company import Company
+from specsplit.engine.measured_times import MeasuredTimes
 from specsplit.engine.offered_tree import OfferedTree
 from specsplit.engine.prompt_budget import MAX_STEP_ROWS, PromptBudget
 from specsplit.engine.step_width import StepWidth
@@ -26,6 +27,8 @@ class StepBudget:
         self.expects_company = expects_company
         """Whether a step may begin while sessions that were answered are about to come back."""
         self.prompts, self.verification, self.width = PromptBudget(), VerificationBudget(), StepWidth()
+        self.measured: MeasuredTimes | None = None
+        """What the worker measured of its forwards."""
         self._company = Company()
 
     def pace(self, times: StepTimes) -> None:
@@ -94,7 +97,12 @@ class StepBudget:
         return min(task.num_rows, self.prompts.chunk_tokens)
 
     def observe(self, batch: Batch, end_s: float) -> None:
-        """Count a step of several tasks that ended now."""
+        """Count a step that ended now. One task that is alone says nothing of what others cost."""
+        measured, is_its_own = self.measured, not batch.is_overlapped
+        if measured is not None and is_its_own and measured.observe(batch.num_rows, end_s - batch.start_s):
+            self.pace(measured.curve)
+        if len(batch.tasks) == 1:
+            return
         self.verification.observe(batch, end_s, self.prompts.cost.pair_s)
         if not batch.is_overlapped:
             self.prompts.observe(batch.num_rows, len(batch.tasks), batch.num_pairs, end_s - batch.start_s)

@@ -105,7 +105,7 @@ class Orchestrator:
         """Check a target against the settings, the tokenizer and the draft."""
         # Settings are checked once per target; a restarted worker with another model is another target. Replicas and
         # restarts are told apart by measured times as well, which decide nothing here.
-        model = replace(target, step_times=())
+        model = replace(target, step_times=(), fork_s=0.0)
         if model not in self._met:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(
@@ -124,7 +124,7 @@ class Orchestrator:
     def _known(self, verifier: Verifier, request: Request) -> Identity | None:
         """Return who the session's target was when it was asked last, if the request may begin on that."""
         target = self._target.known(verifier)
-        if target is None or replace(target, step_times=()) not in self._met:
+        if target is None or replace(target, step_times=(), fork_s=0.0) not in self._met:
             return None
         try:
             request.check_fits(target)

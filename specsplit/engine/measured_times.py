@@ -1,0 +1,39 @@
+"""What a worker's forwards take by their rows: as measured when it began, or less where steps have shown it since.
+
+Other work beside a start, as of the workers that begin with it, makes forwards longer, and nothing makes one shorter.
+So whoever paces prompts and trees by such a start learns the truth from the first quick steps. Knows no tasks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from specsplit.speculation.constants import ROW_GRID, SLOW_START
+from specsplit.speculation.step_times import StepTimes
+
+
+class MeasuredTimes:
+    """The times that a worker tells, and paces its steps by; only the executor observes."""
+
+    def __init__(self, step_times: tuple[tuple[int, float], ...], fork_s: float) -> None:
+        self.told = step_times, fork_s
+        """Seconds of a forward by its rows, ascending, and those of a further branch of its tree; replaced at once."""
+        self.curve = StepTimes.from_start(step_times)
+
+    def observe(self, rows: int, seconds: float) -> bool:
+        """Count a step; return whether it has shown that forwards take much less than was measured.
+
+        Its sessions' texts make a step longer, so its time is a bound: of its rows, and of fewer.
+        """
+        believed_s = self.curve.seconds(rows)
+        if seconds >= SLOW_START * believed_s:
+            return False
+        step_times, fork_s = self.told
+        size, times = max(count for count in ROW_GRID if count <= rows), dict(step_times)
+        if seconds >= times.get(size, math.inf):
+            return False  # beyond its points the curve goes on too steeply, which says nothing of them
+        times[size] = seconds
+        # Branches were measured beside the same work.
+        self.told = tuple(sorted(times.items())), fork_s * seconds / believed_s
+        self.curve = StepTimes.from_start(self.told[0])
+        return True
