@@ -95,24 +95,13 @@ class Engine:
 
     async def ping(self) -> Identity:
         # A chain's numerics changes with its stages.
-        runner, identity = self._model.runner, self.identity
+        runner, identity = self._model.runner, self._work.scheduler.budget.told_in(self._identity)
         return replace(identity, exactness=runner.exactness, numerics=runner.numerics, revision=runner.revision)
-
-    @property
-    def identity(self) -> Identity:
-        """Who this worker is, with what it knows of its forwards' times."""
-        measured = self._work.scheduler.budget.measured
-        if measured is None:
-            return self._identity
-        step_times, fork_s = measured.told
-        return replace(self._identity, step_times=step_times, fork_s=fork_s)
 
     async def measure(self) -> None:
         """Measure forwards by their rows; the identity names their times from then on, and what steps show of them."""
         (step_times, fork_s), _ = await self._work.run(None, self._probe.measure(self._model, self._sessions))
-        budget = self._work.scheduler.budget
-        budget.measured = MeasuredTimes(step_times, fork_s)
-        budget.pace(budget.measured.curve)
+        self._work.scheduler.budget.pace_by(MeasuredTimes(step_times, fork_s))
 
     def pace_steps(self, times: StepTimes) -> None:
         """Let steps take so much of long prompts and trees as pays by these times, while sessions keep their pace."""
@@ -152,8 +141,7 @@ class Engine:
 
     async def sweep(self) -> int:
         """Free the sessions that have expired and return how many they were."""
-        num_freed, _ = await self._work.run(None, at_once(partial(self._sessions.sweep, self._admission.sessions)))
-        return num_freed
+        return (await self._work.run(None, at_once(partial(self._sessions.sweep, self._admission.sessions))))[0]
 
     @property
     def load(self) -> WorkerLoad:

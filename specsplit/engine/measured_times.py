@@ -1,4 +1,4 @@
-"""What a worker's forwards take by their rows: as measured when it began, or less where steps have shown it since.
+"""Times of a worker's forwards by their rows: as measured when it began, or less where steps have shown it since.
 
 Other work beside a start, as of the workers that begin with it, makes forwards longer, and nothing makes one shorter.
 So whoever paces prompts and trees by such a start learns the truth from the first quick steps. Knows no tasks.
@@ -7,7 +7,9 @@ So whoever paces prompts and trees by such a start learns the truth from the fir
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from specsplit.core.types import Identity
 from specsplit.speculation.constants import ROW_GRID, SLOW_START
 from specsplit.speculation.step_times import StepTimes
 
@@ -19,6 +21,11 @@ class MeasuredTimes:
         self.told = step_times, fork_s
         """Seconds of a forward by its rows, ascending, and those of a further branch of its tree; replaced at once."""
         self.curve = StepTimes.from_start(step_times)
+
+    def told_in(self, identity: Identity) -> Identity:
+        """Return the worker's identity with its times."""
+        step_times, fork_s = self.told
+        return replace(identity, step_times=step_times, fork_s=fork_s)
 
     def observe(self, rows: int, seconds: float) -> bool:
         """Count a step; return whether it has shown that forwards take much less than was measured.

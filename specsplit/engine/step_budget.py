@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Sequence
 
+from specsplit.core.types import Identity
 from specsplit.engine.batch import Batch, Task
 from specsplit.engine.company import Company
 from specsplit.engine.measured_times import MeasuredTimes
@@ -27,13 +28,21 @@ class StepBudget:
         self.expects_company = expects_company
         """Whether a step may begin while sessions that were answered are about to come back."""
         self.prompts, self.verification, self.width = PromptBudget(), VerificationBudget(), StepWidth()
-        self.measured: MeasuredTimes | None = None
-        """What the worker measured of its forwards."""
+        self._measured: MeasuredTimes | None = None
         self._company = Company()
 
     def pace(self, times: StepTimes) -> None:
         """Judge rows by the measured seconds of a forward."""
         self.prompts.times = self.verification.times = times
+
+    def pace_by(self, measured: MeasuredTimes) -> None:
+        """Judge rows by what the worker measured of its forwards, and by steps that show that it was too much."""
+        self._measured = measured
+        self.pace(measured.curve)
+
+    def told_in(self, identity: Identity) -> Identity:
+        """Return a worker's identity with what is known of its forwards' times."""
+        return self._measured.told_in(identity) if self._measured is not None else identity
 
     def limits(self, task: Task) -> bool:
         """Whether a task that is alone in its step may have to be cut all the same."""
@@ -98,7 +107,7 @@ class StepBudget:
 
     def observe(self, batch: Batch, end_s: float) -> None:
         """Count a step that ended now. One task that is alone says nothing of what others cost."""
-        measured, is_its_own = self.measured, not batch.is_overlapped
+        measured, is_its_own = self._measured, not batch.is_overlapped
         if measured is not None and is_its_own and measured.observe(batch.num_rows, end_s - batch.start_s):
             self.pace(measured.curve)
         if len(batch.tasks) == 1:

@@ -31,8 +31,6 @@ Answer = Proposal | Reason | None
 """The draft's nodes, the reason why there are none, or None if that is no trouble."""
 PATIENCE = 3
 """How often its usual time a draft is waited for where that time is known; a verify's time is added."""
-MAX_CAUGHT_UP_TOKENS = 64
-"""With more tokens than this to take in, the draft is catching up."""
 _VERIFIES = 5
 _Waiter = asyncio.Future[Answer]
 
@@ -64,7 +62,7 @@ class DraftPatience:
         slow_s, stats = max(self._draft_s, budget.max_depth * verify_s), self._stats
         if not stats.plans or slow_s == math.inf:
             return slow_s, slow_s
-        if self._contract.num_missing > MAX_CAUGHT_UP_TOKENS:
+        if self._contract.is_far_behind:
             return min(verify_s, slow_s), slow_s  # a draft that takes in a prompt does not keep to its usual time
         times, nodes, depth = stats.times, budget.max_new_nodes, budget.max_depth
         # Nobody knows yet whether the first trees are worth the way to a draft that is far.
@@ -207,7 +205,7 @@ class DraftClient:
         try:
             while True:
                 # Without a slot the round goes on without the draft: nobody waits in a draft's queue.
-                opening = None if contract.is_open else self._opening()
+                opening = None if contract.is_open else _opening(self._peer.identity, contract.params)
                 left_s = None if opening is None else self._retrier.max_wait_s
                 turn = contract.next_turn(opening, time_left_s=left_s, waits=False)
                 try:
@@ -224,6 +222,8 @@ class DraftClient:
             contract.is_open, contract.num_behind = True, 0
             if proposal.timings.sent_bytes:
                 contract.count_bytes(proposal.timings)
+            if contract.is_far_behind and self._stats.plans:
+                self._stats.times.observe_taken_in(len(turn.tail), proposal.timings.device_ms / 1e3)
             _check(proposal, turn, self._num_known_nodes, self._peer.identity)
         except Exception as error:  # noqa: BLE001 - a draft has no error that a request could have
             return self._fail(error, asked_s)
@@ -255,12 +255,6 @@ class DraftClient:
         self.contract.raise_epoch()
         self._num_known_nodes = 0
 
-    def _opening(self) -> SessionParams:
-        """Return the parameters for the draft as it is now: its vocabulary may be smaller, and it answers no values."""
-        identity, params = self._peer.identity, self.contract.params
-        assert identity is not None, "met before it is asked"
-        return replace(params, sampling=params.sampling.within(identity.vocab_size), top_logprobs=None)
-
     def forget(self, proposal: Proposal) -> None:
         """Let the draft offer these nodes again, since they came too late for the tree to have a place for them."""
         self._num_known_nodes = min(self._num_known_nodes, proposal.first_node - 1)
@@ -273,6 +267,12 @@ class DraftClient:
             await asyncio.wait({self._in_background})
         if self.contract.has_begun:
             await self._peer.drafter.close(self.contract.session)
+
+
+def _opening(identity: Identity | None, params: SessionParams) -> SessionParams:
+    """Return the parameters for the draft as it is now: its vocabulary may be smaller, and it answers no values."""
+    assert identity is not None, "met before it is asked"
+    return replace(params, sampling=params.sampling.within(identity.vocab_size), top_logprobs=None)
 
 
 def _check(proposal: Proposal, turn: Turn, num_known_nodes: int, identity: Identity | None) -> None:

@@ -114,6 +114,7 @@ class Rounds:
             len(history.ids),
             draft.context if draft is not None else sys.maxsize,
             has_draft=draft is not None and trouble is None and not draft.is_busy,
+            num_missing=draft.contract.num_missing if draft is not None else 0,
         )
         decision = plan.decision if not plan.is_resting else None
 
@@ -130,6 +131,7 @@ class Rounds:
                 raise
             self._planner.leave_streams()  # the caller has as many open as one may have: rounds need none
             return await self._run()
+        is_catching_up = draft is not None and draft.is_busy and draft.contract.is_far_behind
         verdict = speculation.commit  # a streaming target has verified already
         if verdict is None:
             verifying = target.verify(speculation.proposal)
@@ -144,7 +146,7 @@ class Rounds:
         result = RoundResult(number, plan, speculation, verdict, target.verify_s, mode, len(verdict.accepted), began_s)
         source.observe(result)
         if number:
-            if decision is not None:
+            if decision is not None and not is_catching_up:  # else it could have no nodes, and says nothing of its mode
                 stats.observe_round(decision, mode, len(verdict.token_ids), began_s, loop.time(), plan.num_rounds)
             if trouble is not None and self.mode in ("auto", "stream"):
                 events.degrade("draft", trouble)  # other modes ask the draft, and report why that failed

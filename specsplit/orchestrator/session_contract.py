@@ -14,6 +14,7 @@ from specsplit.core.types import SessionParams, Timings, Turn, prefix_hash
 from specsplit.orchestrator.degraded import ReplayReason, WorkerRole
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.wire import Traffic
+from specsplit.speculation.constants import MAX_CAUGHT_UP_TOKENS
 
 MAX_RAISES = 8
 """Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
@@ -92,6 +93,11 @@ class SessionContract:
     def num_missing(self) -> int:
         """Committed tokens that the worker is not known to hold."""
         return len(self.history) - self.num_held
+
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether the worker lacks so much text that it does not keep to its usual time."""
+        return self.num_missing > MAX_CAUGHT_UP_TOKENS
 
     def next_turn(
         self,

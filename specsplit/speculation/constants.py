@@ -175,6 +175,12 @@ LEAST_PLAIN_FACTOR = 0.7
 
 Measured: prompts of eight sessions made it 0.3, and a draft at half its rate was kept for 900 rounds.
 """
+MAX_CAUGHT_UP_TOKENS = 64
+"""With more tokens than this to take in, the draft is catching up. Chosen: more than a round commits."""
+TAKEN_IN_ROWS = 512
+"""Rows of a draft's forward by which text to take in is judged before one was seen. Chosen: a step's of a prompt."""
+HOPED_SHARE = 0.5
+"""Share of plain decoding's time that a draft is hoped to save before that is known. Chosen: as good drafts do."""
 CONTENDED_ROWS = 5
 """Rows of the forwards by which that is judged. Chosen: a small tree."""
 CONTENDED = 1.4

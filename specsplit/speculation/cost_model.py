@@ -17,8 +17,6 @@ from typing import Literal
 from specsplit.core.defaults import DEFAULT_UNACKNOWLEDGED
 from specsplit.core.record import record
 from specsplit.speculation.constants import (
-    CONTENDED,
-    CONTENDED_ROWS,
     SURE_FACTOR,
     SWITCH_MARGIN,
     SWITCH_PATIENCE,
@@ -68,14 +66,6 @@ class Costs:
     def verify_in(self, mode: RoundMode) -> StepTimes:
         """Return the times of a verify in `mode`."""
         return self.verify_concurrent if self.verify_concurrent is not None and mode in CONCURRENT else self.verify
-
-    @property
-    def is_contended(self) -> bool:
-        """Whether draft and target have been seen to slow each other much, as where they share cores."""
-        concurrent = self.verify_concurrent
-        if concurrent is None:
-            return False
-        return concurrent.seconds(CONTENDED_ROWS) > CONTENDED * self.verify.seconds(CONTENDED_ROWS)
 
     def verify_curve(self, mode: RoundMode, max_rows: int) -> Sequence[float]:
         """Return the seconds of a verify in `mode` by the rows of each session."""

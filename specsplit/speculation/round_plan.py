@@ -15,11 +15,13 @@ from specsplit.core.types import Budget, Identity, StreamLimits
 from specsplit.speculation.constants import (
     DECIDE_EVERY,
     EXPLORED_ROUNDS,
+    HOPED_SHARE,
     LOOKUP_NODES,
+    MAX_CAUGHT_UP_TOKENS,
     PROBE_EVERY,
     TREE_SIZES,
 )
-from specsplit.speculation.cost_model import Decision, Limits, RoundMode
+from specsplit.speculation.cost_model import CONCURRENT, Decision, Limits, RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.statistics import SpeculationStats
 
@@ -90,11 +92,14 @@ class RoundPlanner:
         self._num_without_draft = 0
         self._is_streaming = mode == "stream"
 
-    def plan_round(self, num_committed: int, draft_context: int, *, has_draft: bool = True) -> RoundPlan:
+    def plan_round(
+        self, num_committed: int, draft_context: int, *, has_draft: bool = True, num_missing: int = 0
+    ) -> RoundPlan:
         """Return the plan of the round that follows `num_committed` tokens.
 
         The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too.
-        `has_draft` is False if the draft would not be asked now; a fixed mode plans with it all the same.
+        `has_draft` is False if the draft would not be asked now; a fixed mode plans with it all the same. The draft
+        lacks `num_missing` of the tokens.
         """
         if self.num_resting:
             self.num_resting -= 1
@@ -104,7 +109,10 @@ class RoundPlanner:
         draft_room = draft_context - num_committed - 1
         if self._mode == "plain" or room < 1:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
-        plan = self._plan_auto(has_draft=has_draft and draft_room >= 1) if self._mode == "auto" else self._fixed
+        plan = self._fixed
+        if self._mode == "auto":
+            has_draft = has_draft and draft_room >= 1 and self._is_worth_taking_in(num_missing, room + 1)
+            plan = self._plan_auto(has_draft=has_draft)
         if plan.budget is not None and plan.mode != "lookup":
             if draft_room < 1:
                 plan = self._without_draft
@@ -112,6 +120,23 @@ class RoundPlanner:
                 room = min(room, draft_room)
         self._is_streaming = plan.mode == "stream"
         return plan if plan.limit is None or plan.limit.max_depth <= room else _cut_plan(plan, room)
+
+    def _is_worth_taking_in(self, num_tokens: int, num_left: int) -> bool:
+        """Return whether the draft is to take in so much text, for `num_left` tokens that the answer has at most.
+
+        Where the two do not compute at the same time, all sessions of the target's steps wait for that.
+        """
+        times, modes = self._stats.times, self._modes[True]
+        if num_tokens <= MAX_CAUGHT_UP_TOKENS or times.verify is None:
+            return True
+        if not times.is_contended and any(mode in CONCURRENT for mode in modes):
+            return True
+        decision, num_sessions = self._stats.last_decision(modes, self._limits, has_draft=True), times.sessions.value
+        plain_s = times.verify.seconds(num_sessions) + times.sessions_s + times.gap_s
+        saved_s = HOPED_SHARE * plain_s
+        if decision is not None and decision.nodes:
+            saved_s = plain_s - 1 / decision.predicted_tokens_per_s
+        return num_left * saved_s > num_sessions * times.take_in_s(num_tokens)
 
     def leave_streams(self) -> None:
         """Plan no streams from now on."""

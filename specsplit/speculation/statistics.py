@@ -33,8 +33,9 @@ from specsplit.speculation.cost_model import (
 )
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
+from specsplit.speculation.step_sessions import DecodingSessions
 from specsplit.speculation.token_tree import SpeculationTree
-from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
+from specsplit.speculation.worker_times import WorkerTimes
 
 _BEGUN = Decision(PLAIN, 0, 0, 0.0)
 _NO_TREES = Profile(accept_by_depth=(0.0,))
@@ -182,7 +183,7 @@ class SpeculationStats:
             num_sessions=times.sessions.value,
             sessions_s=times.sessions_s,
         )
-        predictor.begin_decision(current, is_contended=costs.is_contended)
+        predictor.begin_decision(current, is_contended=has_draft and times.is_contended)
         profiles = self._profiles(modes, costs, has_draft=has_draft)
         decision = choose_plan(profiles, costs, limits, last, partial(predictor.predict, current))
         without_lookup = max(

@@ -64,6 +64,5 @@ async def test_a_worker_whose_start_was_disturbed_paces_prompts_by_its_steps(mon
     assert (await engine.ping()).step_times == before, "a worker that is well forwards nothing"
     await plain_text(engine, [3, 5, 7], params_of(SamplingParams(), 3), 4)
     after = (await engine.ping()).step_times
-    assert after[0][1] == before[0][1]
     assert min(seconds for _, seconds in after) < 0.01
     await engine.aclose()

@@ -19,7 +19,6 @@ from specsplit.sampling import best, processors, sampler
 from specsplit.sampling.sparse_noise import SparseNoise
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.target import engine as target_engine
 
 Parts = dict[str, float]
 """Milliseconds a round by part; `beside` is the share of the round that is no forward."""
@@ -31,7 +30,6 @@ _WRAPPED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("noise", SparseNoise, ("high", "all", "one", "hashes")),
     ("noise", best, ("gumbel",)),
     ("scores and picks", sampler, ("best_sums", "best_of_rows", "picked_ids")),
-    ("scores and picks", target_engine, ("picked_ids",)),
     ("scores and picks", draft_engine, ("candidate_estimates", "estimates_of")),
     ("top-p", processors, ("cut",)),
     ("plan", RoundPlanner, ("plan_round",)),

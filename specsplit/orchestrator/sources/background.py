@@ -14,7 +14,7 @@ from typing import Protocol
 from specsplit.core.types import Budget, Proposal
 from specsplit.limits import MAX_STREAM_NODES
 from specsplit.orchestrator.degraded import Reason
-from specsplit.orchestrator.draft_client import MAX_CAUGHT_UP_TOKENS, DraftClient
+from specsplit.orchestrator.draft_client import DraftClient
 
 _log = logging.getLogger(__name__)
 AHEAD_FACTOR = 6
@@ -139,8 +139,8 @@ class BackgroundDrafting:
 
     def cut(self) -> None:
         """Cancel the call under way, whose nodes are of no use any more, unless the draft is catching up."""
-        is_catching_up = self._draft.contract.num_missing > MAX_CAUGHT_UP_TOKENS
-        if self.task is not None and not self.task.cancelling() and not self.is_probe and not is_catching_up:
+        is_far_behind = self._draft.contract.is_far_behind
+        if self.task is not None and not self.task.cancelling() and not self.is_probe and not is_far_behind:
             self.task.cancel()
 
     def stop(self) -> None:

@@ -1,0 +1,76 @@
+"""A draft that takes turns with its target reads a long prompt only if what is left of the answer pays for that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specsplit.core.types import Timings
+from specsplit.speculation.cost_model import RoundMode
+from specsplit.speculation.options import Speculation
+from specsplit.speculation.round_plan import RoundPlanner
+from specsplit.speculation.statistics import SpeculationStats
+from tests.unit.test_speculation_stats import TARGET, decided, shared
+
+PLAIN_S, DRAFT_TOKEN_S = 0.1, 0.001
+DRAFT = replace(TARGET, role="draft", step_times=((1, 0.010), (33, 33 * DRAFT_TOKEN_S)))
+PROMPT = 4000
+
+
+def unknown(**draft: object) -> SpeculationStats:
+    """Return the statistics of a pair that has not met yet: the draft takes 1 ms for a token of a prompt."""
+    stats = SpeculationStats()
+    stats.times.adopt(replace(TARGET, step_times=((1, PLAIN_S), (33, 0.2))), replace(DRAFT, **draft))
+    return stats
+
+
+def mode_of(stats: SpeculationStats, num_left: int, *modes: RoundMode, num_missing: int = PROMPT) -> RoundMode:
+    """Return the mode of the round behind a prompt of which the draft lacks so much."""
+    speculation = Speculation(mode="auto", nodes=None, depth=None, branching=2, lookup=False)
+    planner = RoundPlanner(speculation, "auto", modes or ("pingpong",), stats, PROMPT + num_left, 16)
+    return planner.plan_round(PROMPT, 10 * PROMPT, num_missing=num_missing).mode
+
+
+@pytest.mark.parametrize(("num_left", "mode"), [(20, "plain"), (48, "plain"), (200, "pingpong")])
+def test_an_unknown_draft_reads_a_prompt_if_it_may_save_that_time(num_left: int, mode: RoundMode):
+    """Twice as quick as plain decoding, which takes 0.1 s a token, it would save 1, 2.4 or 10 s of the prompt's 4."""
+    assert mode_of(unknown(), num_left) == mode
+
+
+def test_a_draft_that_has_the_text_or_nearly_is_asked_as_ever():
+    assert mode_of(unknown(), 20, num_missing=60) == "pingpong"
+    assert mode_of(unknown(), 20, num_missing=100) == "pingpong"
+
+
+def test_a_draft_that_reads_while_the_target_computes_holds_nobody_up():
+    assert mode_of(unknown(), 20, "overlap", "pingpong") == "overlap"
+    contended = unknown()
+    verified = Timings(device_ms=2e3 * PLAIN_S, num_forwards=1, num_tokens=1)
+    for _ in range(20):
+        contended.times.observe_round(verified, 2 * PLAIN_S, 0.0, "plain", is_concurrent=True)
+    assert contended.times.is_contended
+    assert mode_of(contended, 20, "overlap", "pingpong") == "plain", "where they share cores it does"
+
+
+def test_what_reading_took_counts_for_more_than_the_start():
+    stats = unknown()
+    assert mode_of(stats, 200) == "pingpong"
+    stats.times.observe_taken_in(1000, 5.0)
+    assert stats.times.take_in_s(2000) == pytest.approx(10.0)
+    assert mode_of(stats, 200) == "plain", "20 s of reading for 10 s of decoding"
+    quick = unknown()
+    quick.times.observe_taken_in(1000, 0.01)
+    assert mode_of(quick, 20) == "pingpong", "as a draft that held most of it for another session"
+
+
+def test_a_known_draft_reads_a_prompt_for_what_it_saves():
+    stats = shared(1)
+    decision = decided(stats)
+    assert decision.mode == "pingpong"
+    assert stats.times.verify is not None
+    saved_s = stats.times.verify.seconds(1) + stats.times.gap_s - 1 / decision.predicted_tokens_per_s
+    assert saved_s > 0
+    stats.times.observe_taken_in(PROMPT, 100 * saved_s)
+    assert mode_of(stats, 80) == "plain"
+    assert mode_of(stats, 120) == "pingpong"
