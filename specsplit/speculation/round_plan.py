@@ -133,9 +133,10 @@ class RoundPlanner:
             return True
         decision, num_sessions = self._stats.last_decision(modes, self._limits, has_draft=True), times.sessions.value
         plain_s = times.verify.seconds(num_sessions) + times.sessions_s + times.gap_s
-        saved_s = HOPED_SHARE * plain_s
-        if decision is not None and decision.nodes:
-            saved_s = plain_s - 1 / decision.predicted_tokens_per_s
+        saved_s = plain_s - 1 / decision.predicted_tokens_per_s if decision is not None and decision.nodes else 0.0
+        # A few rounds behind a short prompt say little, and would be all that is ever known.
+        if not saved_s or not times.has_taken_in:
+            saved_s = max(saved_s, HOPED_SHARE * plain_s)
         return num_left * saved_s > num_sessions * times.take_in_s(num_tokens)
 
     def leave_streams(self) -> None:

@@ -265,9 +265,15 @@ class WorkerTimes:
         draft.observe(levels, rows, device_s, wall_s)
 
     def observe_taken_in(self, num_tokens: int, device_s: float) -> None:
-        """Count a propose for which the draft had so much text to take in that its levels hardly matter."""
-        self._taken_in = self._taken_in or RunningMedian(0.0)
-        self._taken_in.observe(device_s / num_tokens)
+        """Count a propose for which the draft lacked so many tokens; of few of them it says little but of its levels."""
+        if num_tokens >= TAKEN_IN_ROWS:
+            self._taken_in = self._taken_in or RunningMedian(0.0)
+            self._taken_in.observe(device_s / num_tokens)
+
+    @property
+    def has_taken_in(self) -> bool:
+        """Whether a draft was seen with a long text."""
+        return self._taken_in is not None
 
     def take_in_s(self, num_tokens: int) -> float:
         """Return the seconds of the draft's device for so much text; 0 if nothing is known of it."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.types import Timings
+from specsplit.speculation.constants import HOPED_SHARE
 from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
@@ -74,3 +75,19 @@ def test_a_known_draft_reads_a_prompt_for_what_it_saves():
     stats.times.observe_taken_in(PROMPT, 100 * saved_s)
     assert mode_of(stats, 80) == "plain"
     assert mode_of(stats, 120) == "pingpong"
+
+
+def test_a_draft_never_seen_with_a_long_text_is_hoped_to_be_good():
+    """A few rounds behind a short prompt say little, and would be all that is ever known."""
+    stats = shared(1)
+    stats.times.observe_taken_in(100, 1.0)  # mostly the levels of its tree
+    decision, times = decided(stats), stats.times
+    assert times.verify is not None
+    plain_s, cost_s = times.verify.seconds(1) + times.gap_s, times.take_in_s(10**6)
+    saved_s, hoped_s = plain_s - 1 / decision.predicted_tokens_per_s, HOPED_SHARE * plain_s
+    num_left = round(2 * cost_s / (saved_s + hoped_s))
+    assert saved_s < hoped_s
+    assert mode_of(stats, num_left, num_missing=10**6) == "pingpong"
+    times.observe_taken_in(10**6, cost_s)
+    mode_of(stats, 10**4)  # it decides for these limits
+    assert mode_of(stats, num_left, num_missing=10**6) == "plain"
