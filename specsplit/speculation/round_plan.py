@@ -89,7 +89,7 @@ class RoundPlanner:
         self.num_resting = 0
         """Rounds from the next one on that rest: their plan depends on nothing, so nothing is asked for it."""
         self._num_rounds = 0
-        self._num_without_draft = 0
+        self._num_without_draft = self._num_missing = 0
         self._is_streaming = mode == "stream"
 
     def plan_round(
@@ -109,7 +109,7 @@ class RoundPlanner:
         draft_room = draft_context - num_committed - 1
         if self._mode == "plain" or room < 1:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
-        plan = self._fixed
+        plan, self._num_missing = self._fixed, num_missing
         if self._mode == "auto":
             has_draft = has_draft and draft_room >= 1 and self._is_worth_taking_in(num_missing, room + 1)
             plan = self._plan_auto(has_draft=has_draft)
@@ -132,10 +132,12 @@ class RoundPlanner:
         if not times.is_contended and any(mode in CONCURRENT for mode in modes):
             return True
         decision, num_sessions = self._stats.last_decision(modes, self._limits, has_draft=True), times.sessions.value
+        if decision is not None and not decision.nodes:
+            return True  # probes alone ask the draft, and have an allowance
         plain_s = times.verify.seconds(num_sessions) + times.sessions_s + times.gap_s
-        saved_s = plain_s - 1 / decision.predicted_tokens_per_s if decision is not None and decision.nodes else 0.0
+        saved_s = plain_s - 1 / decision.predicted_tokens_per_s if decision is not None else 0.0
         # A few rounds behind a short prompt say little, and would be all that is ever known.
-        if not saved_s or not times.has_taken_in:
+        if decision is None or not times.has_taken_in:
             saved_s = max(saved_s, HOPED_SHARE * plain_s)
         return num_left * saved_s > num_sessions * times.take_in_s(num_tokens)
 
@@ -205,7 +207,8 @@ class RoundPlanner:
         if self._num_without_draft < PROBE_EVERY:
             return False
         stats, first = self._stats, self._first
-        return stats.probes.take(stats.times.probe_s(first.max_new_nodes, first.max_depth))
+        reading_s = stats.times.take_in_s(self._num_missing) if self._num_missing > MAX_CAUGHT_UP_TOKENS else 0.0
+        return stats.probes.take(stats.times.probe_s(first.max_new_nodes, first.max_depth) + reading_s)
 
 
 def draftless(modes: Sequence[RoundMode]) -> tuple[RoundMode, ...]:
