@@ -37,9 +37,7 @@ class Models:
     def degraded(self) -> list[str]:
         """Return a sentence for everything that works less well than it could."""
         reasons = [
-            not_recorded(model)
-            for model in (self.target, self.draft)
-            if model is not None and not model.runner.is_recorded
+            not_recorded(model) for model in (self.target, self.draft) if model is not None and model.lacks_recording
         ]
         if self.draft is not None and self.draft.context < self.target.context:
             reasons.append(
@@ -68,7 +66,7 @@ class LoadedDraft:
     @property
     def degraded(self) -> list[str]:
         """Return a sentence for everything that works less well than it could."""
-        return [] if self.draft.runner.is_recorded else [not_recorded(self.draft)]
+        return [not_recorded(self.draft)] if self.draft.lacks_recording else []
 
     @property
     def max_sessions(self) -> int:
@@ -77,7 +75,7 @@ class LoadedDraft:
 
 
 def not_recorded(model: LoadedModel) -> str:
-    """Return the sentence for a model whose forward stays in Python."""
+    """Return the sentence for a model whose forward stays in Python though it was to be recorded."""
     return f"The forward of {model.name} could not be recorded, so it runs slower."
 
 
@@ -124,6 +122,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         dtype=settings.target.dtype,
         device=settings.target.device,
         threads=settings.target.threads,
+        record=settings.target.record,
         # The draft's thread takes one core where both work at once.
         max_threads=max(1, num_cores() - 1) if settings.runs_side_by_side else None,
         context=settings.target.context,
@@ -208,6 +207,7 @@ def _load_draft(source: str, settings: Settings, progress: Progress, fallback: L
         "dtype": chosen.dtype,
         "device": chosen.device,
         "vocab": chosen.vocab,
+        "record": chosen.record,
         "shares_tokenizer": False,
         "context": chosen.context,
         "min_sessions": chosen.sessions or 1,
@@ -257,6 +257,7 @@ def load_worker(
         dtype=settings.dtype,
         device=settings.device,
         threads=settings.threads,
+        record=settings.record,
         max_threads=None if has_all_cores else most_threads(settings),
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,

@@ -160,6 +160,7 @@ class WorkerSettings(ServiceSettings):
     dtype: Dtype | None = None
     device: Device = defaults.DEVICE
     threads: Threads = None
+    record: bool = True  # whether the forward is recorded at load
     context: Context | None = None
     served_name: ServedName | None = None
     sessions: Positive | None = None
@@ -216,6 +217,7 @@ class StageSettings(ServiceSettings):
     dtype: Dtype | None = None
     device: Device = defaults.DEVICE
     threads: Positive | None = None
+    record: bool = True
     context: Context | None = None
     sessions: Positive = defaults.SERVED_SESSIONS
     kv_memory: KVMemory | None = None

@@ -75,7 +75,7 @@ class LoadOptions(TypedDict, total=False):
     shares_tokenizer: bool
     """Whether others get the tokenizer's files, which may not be links out of the model's folder then; the default."""
     record: bool
-    """False keeps the model's forward in Python, for hooks and profiles."""
+    """False keeps the model's forward in Python, for a shorter load, and for hooks and profiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,8 @@ class LoadedModel(Loaded):
     """Whether the context is beyond the original one of a `longrope` model (`rope`)."""
     is_context_shortened: bool = False
     """Whether the context is what the KV memory holds, and not what the model was made for."""
+    lacks_recording: bool = False
+    """Whether its forward was to be recorded and could not be."""
 
     @property
     def identity(self) -> Identity:
@@ -188,8 +190,8 @@ def load_model(
         comparisons = comparisons_of(model, path, stamps, form, kept, plan.context, plan.node_limit, plan.num_slots)
         check_and_pack(runner, kept, form, name, comparisons, reading.result)
         report("recording", 0.85)
-        if options.get("record", True):
-            runner.record(comparisons, reading.start)
+        is_wanted = options.get("record", True)
+        lacks_recording = is_wanted and not runner.record(comparisons, reading.start)
         report("proving", 0.9)
         exactness.settle(runner, hashed := rounded_hash(_weights_hash(path, name, stamps), form))
     tokenizer, eos_ids = reading.result()
@@ -210,6 +212,7 @@ def load_model(
         weights_hash=hashed,
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
+        lacks_recording=lacks_recording,
     )
 
 
