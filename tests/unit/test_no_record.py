@@ -28,9 +28,7 @@ def test_a_text_is_the_same_with_and_without_recordings() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_models_of_the_same_numerics_compute_the_same_bits_recorded_or_not(
-    family: str, dtype: str, tmp_path: Path
-) -> None:
+def test_equal_numerics_are_equal_bits_recorded_or_not(family: str, dtype: str, tmp_path: Path) -> None:
     folder = str(save_model(tmp_path / family, FAMILIES[family](), seed=1))
     options: dict[str, Any] = {"role": "target", "dtype": dtype, "threads": 1, "context": 64}
     models = [load_model(folder, record=record, **options) for record in (True, False)]
