@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from specsplit.assembly.links import check_audit
 from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, EMBEDDED, MOST_SERVED, SERVED_SESSIONS, Role
-from specsplit.core.errors import InvalidSettings, ModelDamaged, VocabularyMismatch
-from specsplit.core.paths import expanded
+from specsplit.core.errors import ModelDamaged, VocabularyMismatch
 from specsplit.core.ports import Tokenizer
 from specsplit.core.sections import DraftSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import Settings
@@ -17,6 +16,7 @@ from specsplit.core.types import Identity
 from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import check_source, public_name
+from specsplit.model.vocab_file import parse_draft_vocab
 from specsplit.rpc.transport import is_loopback, parse_address
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def check_models(settings: Settings) -> None:
     """Refuse models of this process that are not here and cannot be fetched, before torch is imported.
 
     Raises:
-        InvalidSettings: a size of memory is none, or the file of the draft's vocabulary cannot be read.
+        InvalidSettings: a size of memory is none, or the draft's vocabulary is none.
         ModelNotFound, ModelDamaged, ModelUnsupported.
         DeviceUnavailable: torch cannot use the device.
     """
@@ -183,20 +183,6 @@ def load_local(
     )
 
 
-def _check_vocab(settings: DraftSettings) -> None:
-    # Whoever loads the draft reads the file, which may be minutes later.
-    path = settings.vocab
-    if path is None or path.isdigit():
-        return
-    try:
-        expanded(path).open("rb").close()
-    except OSError as error:
-        raise InvalidSettings(
-            f"The draft vocabulary {path} cannot be read ({error.strerror}); make one with specsplit draft-vocab, or "
-            "give a number."
-        ) from error
-
-
 def _load_draft(source: str, settings: Settings, progress: Progress, fallback: LoadOptions) -> LoadedModel:
     """Load a draft with the options of `fallback` where the settings name none."""
     from specsplit.model.loader import load_model
@@ -283,8 +269,8 @@ def check_worker(role: Role, settings: WorkerSettings) -> None:
     check_source(settings.model or EMBEDDED, role)
     check_device(settings.device)
     parse_memory(settings.kv_memory)
-    if isinstance(settings, DraftSettings):
-        _check_vocab(settings)
+    if isinstance(settings, DraftSettings) and settings.vocab is not None:
+        parse_draft_vocab(settings.vocab)
 
 
 def load_worker_pair(

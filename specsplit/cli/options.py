@@ -63,7 +63,7 @@ DraftRevision = Annotated[
 ]
 _VOCAB = "Tokens that the draft's head computes: the N lowest, or those of a file of draft-vocab."
 DraftVocab = Annotated[str | None, option("--draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
-ServedVocab = Annotated[str | None, option("--vocab", _MODELS, _VOCAB, "all", "N|FILE")]
+ServedVocab = Annotated[str | None, option("--vocab --draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
 DtypeOption = Annotated[
     Dtype | None,
     option(
