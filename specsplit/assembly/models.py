@@ -111,7 +111,6 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     from specsplit.model.cores import num_cores
     from specsplit.model.loader import load_model
 
-    report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
     # Slots have room for a whole tree behind the context, so the widest tree has to be known when they are made.
@@ -131,7 +130,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         kv_memory=parse_memory(settings.target.kv_memory),
         node_limit=node_limit,
         shares_tokenizer=False,
-        progress=lambda phase, fraction: report(f"target: {phase}", fraction * share),
+        progress=_part(progress, "target", 0.0, share),
     )
     if target.tokenizer is None:
         raise ModelDamaged(f"{target.name} has no tokenizer files; add its tokenizer.json.")
@@ -140,7 +139,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     draft = _load_draft(
         draft_source,
         settings,
-        lambda phase, fraction: report(phase, share + fraction * share),
+        _part(progress, "draft", share, share),
         {
             # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
             "threads": 1 if settings.runs_side_by_side else target.threads,
@@ -172,7 +171,7 @@ def load_local(
         _load_draft(
             source,
             settings,
-            progress if progress is not None else _ignore,
+            _part(progress, "draft", 0.0, 1.0),
             {
                 "default_context": settings.target.context or DEFAULT_CONTEXT,
                 "max_sessions": max_sessions,
@@ -183,7 +182,7 @@ def load_local(
     )
 
 
-def _load_draft(source: str, settings: Settings, progress: Progress, fallback: LoadOptions) -> LoadedModel:
+def _load_draft(source: str, settings: Settings, progress: Progress | None, fallback: LoadOptions) -> LoadedModel:
     """Load a draft with the options of `fallback` where the settings name none."""
     from specsplit.model.loader import load_model
 
@@ -205,9 +204,7 @@ def _load_draft(source: str, settings: Settings, progress: Progress, fallback: L
         options["max_sessions"] = chosen.sessions
     if chosen.kv_memory is not None:
         options["kv_memory"], options["kv_rows"] = parse_memory(chosen.kv_memory), None
-    draft = load_model(
-        source, role="draft", progress=lambda phase, fraction: progress(f"draft: {phase}", fraction), **options
-    )
+    draft = load_model(source, role="draft", progress=progress, **options)
     # Equal sizes prove nothing: only the tokens themselves, hashed, tell whether the two mean the same by an id.
     if draft.tokenizer is None:
         raise ModelDamaged(f"{draft.name} has no tokenizer files to compare with the target's; add its tokenizer.json.")
@@ -282,13 +279,12 @@ def load_worker_pair(
 
     Raises what `load_worker` raises, and VocabularyMismatch.
     """
-    report = progress if progress is not None else _ignore
     check_worker("draft", draft_settings)  # a large target takes minutes before it is the draft's turn
-    target = load_worker("target", settings, lambda phase, fraction: report(f"target: {phase}", fraction / 2))
+    target = load_worker("target", settings, _part(progress, "target", 0.0, 0.5))
     draft = load_worker(
         "draft",
         draft_settings.model_copy(update={"threads": target.threads}),
-        lambda phase, fraction: report(f"draft: {phase}", (1 + fraction) / 2),
+        _part(progress, "draft", 0.5, 0.5),
         default_context=target.context,
         kv_rows=target.runner.cache.row_limit if settings.kv_memory is not None else None,
     )
@@ -308,8 +304,11 @@ def most_threads(settings: WorkerSettings) -> int | None:
     return max(1, num_cores() // 2) if is_near else None
 
 
-def _ignore(phase: str, fraction: float) -> None:
-    pass
+def _part(progress: Progress | None, role: Role, first: float, share: float) -> Progress | None:
+    """Return the progress of one model, whose load begins at the fraction `first` and is `share` of the whole."""
+    if progress is None:
+        return None
+    return lambda phase, fraction: progress(f"{role}: {phase}", first + fraction * share)
 
 
 def check_vocabularies(target: Identity, draft: Identity) -> None:
