@@ -138,6 +138,8 @@ class PipelineOptions(ClientOptions, total=False):
     """`cpu`, `cuda` or `cuda:N`."""
     threads: int | Literal["auto"]
     """CPU threads of each model; `auto`, the default, measures which number is fastest."""
+    record: bool
+    """False loads each model without recording its forward: the load is shorter, and every token takes longer."""
     context: int
     """Tokens of prompt and answer together; by default the model's, at most 4096."""
     kv_memory: str

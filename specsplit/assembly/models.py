@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from specsplit.assembly.links import check_audit
 from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, EMBEDDED, MOST_SERVED, SERVED_SESSIONS, Role
-from specsplit.core.errors import InvalidSettings, ModelDamaged, VocabularyMismatch
-from specsplit.core.paths import expanded
+from specsplit.core.errors import ModelDamaged, VocabularyMismatch
 from specsplit.core.ports import Tokenizer
 from specsplit.core.sections import DraftSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import Settings
@@ -17,6 +16,7 @@ from specsplit.core.types import Identity
 from specsplit.model.extra import check_device, require_worker_extra
 from specsplit.model.memory_size import parse_memory
 from specsplit.model.source import check_source, public_name
+from specsplit.model.vocab_file import parse_draft_vocab
 from specsplit.rpc.transport import is_loopback, parse_address
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ class Models:
     def degraded(self) -> list[str]:
         """Return a sentence for everything that works less well than it could."""
         reasons = [
-            not_recorded(model)
-            for model in (self.target, self.draft)
-            if model is not None and not model.runner.is_recorded
+            not_recorded(model) for model in (self.target, self.draft) if model is not None and model.lacks_recording
         ]
         if self.draft is not None and self.draft.context < self.target.context:
             reasons.append(
@@ -68,7 +66,7 @@ class LoadedDraft:
     @property
     def degraded(self) -> list[str]:
         """Return a sentence for everything that works less well than it could."""
-        return [] if self.draft.runner.is_recorded else [not_recorded(self.draft)]
+        return [not_recorded(self.draft)] if self.draft.lacks_recording else []
 
     @property
     def max_sessions(self) -> int:
@@ -77,7 +75,7 @@ class LoadedDraft:
 
 
 def not_recorded(model: LoadedModel) -> str:
-    """Return the sentence for a model whose forward stays in Python."""
+    """Return the sentence for a model whose forward stays in Python though it was to be recorded."""
     return f"The forward of {model.name} could not be recorded, so it runs slower."
 
 
@@ -85,7 +83,7 @@ def check_models(settings: Settings) -> None:
     """Refuse models of this process that are not here and cannot be fetched, before torch is imported.
 
     Raises:
-        InvalidSettings: a size of memory is none, or the file of the draft's vocabulary cannot be read.
+        InvalidSettings: a size of memory is none, or the draft's vocabulary is none.
         ModelNotFound, ModelDamaged, ModelUnsupported.
         DeviceUnavailable: torch cannot use the device.
     """
@@ -113,7 +111,6 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     from specsplit.model.cores import num_cores
     from specsplit.model.loader import load_model
 
-    report = progress if progress is not None else _ignore
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
     # Slots have room for a whole tree behind the context, so the widest tree has to be known when they are made.
@@ -124,6 +121,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         dtype=settings.target.dtype,
         device=settings.target.device,
         threads=settings.target.threads,
+        record=settings.target.record,
         # The draft's thread takes one core where both work at once.
         max_threads=max(1, num_cores() - 1) if settings.runs_side_by_side else None,
         context=settings.target.context,
@@ -132,7 +130,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         kv_memory=parse_memory(settings.target.kv_memory),
         node_limit=node_limit,
         shares_tokenizer=False,
-        progress=lambda phase, fraction: report(f"target: {phase}", fraction * share),
+        progress=_part(progress, "target", 0.0, share),
     )
     if target.tokenizer is None:
         raise ModelDamaged(f"{target.name} has no tokenizer files; add its tokenizer.json.")
@@ -141,7 +139,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     draft = _load_draft(
         draft_source,
         settings,
-        lambda phase, fraction: report(phase, share + fraction * share),
+        _part(progress, "draft", share, share),
         {
             # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
             "threads": 1 if settings.runs_side_by_side else target.threads,
@@ -173,7 +171,7 @@ def load_local(
         _load_draft(
             source,
             settings,
-            progress if progress is not None else _ignore,
+            _part(progress, "draft", 0.0, 1.0),
             {
                 "default_context": settings.target.context or DEFAULT_CONTEXT,
                 "max_sessions": max_sessions,
@@ -184,21 +182,7 @@ def load_local(
     )
 
 
-def _check_vocab(settings: DraftSettings) -> None:
-    # Whoever loads the draft reads the file, which may be minutes later.
-    path = settings.vocab
-    if path is None or path.isdigit():
-        return
-    try:
-        expanded(path).open("rb").close()
-    except OSError as error:
-        raise InvalidSettings(
-            f"The draft vocabulary {path} cannot be read ({error.strerror}); make one with specsplit draft-vocab, or "
-            "give a number."
-        ) from error
-
-
-def _load_draft(source: str, settings: Settings, progress: Progress, fallback: LoadOptions) -> LoadedModel:
+def _load_draft(source: str, settings: Settings, progress: Progress | None, fallback: LoadOptions) -> LoadedModel:
     """Load a draft with the options of `fallback` where the settings name none."""
     from specsplit.model.loader import load_model
 
@@ -208,6 +192,7 @@ def _load_draft(source: str, settings: Settings, progress: Progress, fallback: L
         "dtype": chosen.dtype,
         "device": chosen.device,
         "vocab": chosen.vocab,
+        "record": chosen.record,
         "shares_tokenizer": False,
         "context": chosen.context,
         "min_sessions": chosen.sessions or 1,
@@ -219,9 +204,7 @@ def _load_draft(source: str, settings: Settings, progress: Progress, fallback: L
         options["max_sessions"] = chosen.sessions
     if chosen.kv_memory is not None:
         options["kv_memory"], options["kv_rows"] = parse_memory(chosen.kv_memory), None
-    draft = load_model(
-        source, role="draft", progress=lambda phase, fraction: progress(f"draft: {phase}", fraction), **options
-    )
+    draft = load_model(source, role="draft", progress=progress, **options)
     # Equal sizes prove nothing: only the tokens themselves, hashed, tell whether the two mean the same by an id.
     if draft.tokenizer is None:
         raise ModelDamaged(f"{draft.name} has no tokenizer files to compare with the target's; add its tokenizer.json.")
@@ -257,6 +240,7 @@ def load_worker(
         dtype=settings.dtype,
         device=settings.device,
         threads=settings.threads,
+        record=settings.record,
         max_threads=None if has_all_cores else most_threads(settings),
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
@@ -282,8 +266,8 @@ def check_worker(role: Role, settings: WorkerSettings) -> None:
     check_source(settings.model or EMBEDDED, role)
     check_device(settings.device)
     parse_memory(settings.kv_memory)
-    if isinstance(settings, DraftSettings):
-        _check_vocab(settings)
+    if isinstance(settings, DraftSettings) and settings.vocab is not None:
+        parse_draft_vocab(settings.vocab)
 
 
 def load_worker_pair(
@@ -295,13 +279,12 @@ def load_worker_pair(
 
     Raises what `load_worker` raises, and VocabularyMismatch.
     """
-    report = progress if progress is not None else _ignore
     check_worker("draft", draft_settings)  # a large target takes minutes before it is the draft's turn
-    target = load_worker("target", settings, lambda phase, fraction: report(f"target: {phase}", fraction / 2))
+    target = load_worker("target", settings, _part(progress, "target", 0.0, 0.5))
     draft = load_worker(
         "draft",
         draft_settings.model_copy(update={"threads": target.threads}),
-        lambda phase, fraction: report(f"draft: {phase}", (1 + fraction) / 2),
+        _part(progress, "draft", 0.5, 0.5),
         default_context=target.context,
         kv_rows=target.runner.cache.row_limit if settings.kv_memory is not None else None,
     )
@@ -321,8 +304,11 @@ def most_threads(settings: WorkerSettings) -> int | None:
     return max(1, num_cores() // 2) if is_near else None
 
 
-def _ignore(phase: str, fraction: float) -> None:
-    pass
+def _part(progress: Progress | None, role: Role, first: float, share: float) -> Progress | None:
+    """Return the progress of one model, whose load begins at the fraction `first` and is `share` of the whole."""
+    if progress is None:
+        return None
+    return lambda phase, fraction: progress(f"{role}: {phase}", first + fraction * share)
 
 
 def check_vocabularies(target: Identity, draft: Identity) -> None:

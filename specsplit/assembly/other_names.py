@@ -39,7 +39,7 @@ _NEEDLESS = (
         "color",
     ),
     *("compilation_config", "cont_batching", "ctx_shift"),
-    *("disable_log_requests", "disable_log_stats", "enforce_eager", "escape", "flash_attn", "keep", "load_format"),
+    *("disable_log_requests", "disable_log_stats", "escape", "flash_attn", "keep", "load_format"),
     *("log_disable", "max_logprobs", "mlock", "no_context_shift", "no_display_prompt", "no_mmap", "no_warmup", "numa"),
     *(
         "pad_token_id",
@@ -156,6 +156,7 @@ _ANSWERS = {
     **dict.fromkeys(("slots", "props"), "here it is the path /v1/models of serve, and /metrics"),
     "no_webui": "the page is always there, and asks for a key if there are keys",
     "system_prompt": "here it is {system} of specsplit chat",
+    "enforce_eager": "here it is --no-record, in Python record=False",
     "verbose": "here it is {explain}, or {log_level} debug of a service",
 }
 """The ends of sentences about other programs' names; braces are around our settings."""

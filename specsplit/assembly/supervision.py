@@ -125,13 +125,21 @@ async def _wait_hung(client_of: type[RemoteVerifier | RemoteDrafter], address: s
 
 def _options(settings: WorkerSettings, model: str) -> list[str]:
     """Return the options of the command that serves a worker with these settings."""
-    of_model = ("dtype", "device", "threads", "context", "kv_memory")
+    of_model = ("dtype", "device", "threads", "record", "context", "kv_memory")
     names = (*of_model, "sessions", "queue", "step_tokens", "prefill_chunk")
     given = {"model": model, **{name: getattr(settings, name) for name in names}}
     if isinstance(settings, DraftSettings):
         given["vocab"] = settings.vocab
-    words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
-    return [*(word for pair in words for word in pair), *_WITHOUT_LINK_SETTINGS]
+    words = [word for name, value in given.items() if value is not None for word in _words(name, value)]
+    return [*words, *_WITHOUT_LINK_SETTINGS]
+
+
+def _words(name: str, value: object) -> tuple[str, ...]:
+    """Return the words of the command line that give a setting a value."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{option}" if value else f"--no-{option}",)
+    return f"--{option}", str(value)
 
 
 def _link_options(settings: TargetSettings) -> list[str]:

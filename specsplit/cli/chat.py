@@ -23,7 +23,7 @@ app = typer.Typer()
 
 
 @app.command("chat", cls=Command, epilog=EXAMPLES)
-@options.linked
+@options.loading
 def chat(
     ctx: typer.Context,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")] = False,

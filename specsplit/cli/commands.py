@@ -50,7 +50,7 @@ def root(
 
 
 @app.command(cls=Command, epilog=examples.ORCHESTRATE)
-@options.linked
+@options.loading
 def orchestrate(
     ctx: typer.Context,
     text: prompt_options.Text = None,
@@ -325,7 +325,7 @@ app.add_typer(certs.app, name="certs")
 
 
 @app.command(cls=ShortCommand)
-@options.linked
+@options.loading
 def doctor(
     ctx: typer.Context,
     target_model: options.TargetModel = defaults.EMBEDDED,

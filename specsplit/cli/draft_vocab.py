@@ -15,6 +15,7 @@ from specsplit.core.errors import InvalidRequest
 from specsplit.core.paths import expanded
 from specsplit.model.extra import require_worker_extra
 from specsplit.model.source import check_source
+from specsplit.model.vocab_file import write_vocab_file
 
 app = typer.Typer()
 
@@ -56,7 +57,8 @@ def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
     from specsplit.model.source import resolve
 
     path, name = resolve(model, "draft")
-    tokenizer, _ = load_tokenizer(path, name, load_config(path, name))
+    config = load_config(path, name)
+    tokenizer, _ = load_tokenizer(path, name, config)
     if tokenizer is None:
         raise InvalidRequest(f"{name} has no tokenizer files; add its tokenizer.json.", param="model")
     cuts = [len(text) * 9 // 10 for text in texts]
@@ -64,10 +66,10 @@ def run(model: str, corpus: Sequence[str], size: int, output: str) -> int:
     held_out = draft_vocab.count_tokens([text[cut:] for text, cut in zip(texts, cuts, strict=True)], tokenizer)
     if not counts:
         raise InvalidRequest("The corpus has no tokens; name other files with --corpus.", param="corpus")
-    counts_of_all = counts + held_out
-    covered = draft_vocab.coverage(held_out, draft_vocab.most_frequent(counts, size, tokenizer.num_tokens))
-    chosen = draft_vocab.most_frequent(counts_of_all, size, tokenizer.num_tokens)
-    draft_vocab.write_draft_vocab(expanded(output), chosen, tokenizer)
+    counts_of_all, num_tokens = counts + held_out, min(tokenizer.num_tokens, config.get_text_config().vocab_size)
+    covered = draft_vocab.coverage(held_out, draft_vocab.most_frequent(counts, size, num_tokens))
+    chosen = draft_vocab.most_frequent(counts_of_all, size, num_tokens)
+    write_vocab_file(expanded(output), chosen, tokenizer.vocab_hash)
     found = {"output": output, "size": len(chosen), "num_tokens": counts_of_all.total(), "held_out_coverage": covered}
     typer.echo(json.dumps(found))
     return 0

@@ -63,7 +63,7 @@ DraftRevision = Annotated[
 ]
 _VOCAB = "Tokens that the draft's head computes: the N lowest, or those of a file of draft-vocab."
 DraftVocab = Annotated[str | None, option("--draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
-ServedVocab = Annotated[str | None, option("--vocab", _MODELS, _VOCAB, "all", "N|FILE")]
+ServedVocab = Annotated[str | None, option("--vocab --draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
 DtypeOption = Annotated[
     Dtype | None,
     option(
@@ -78,6 +78,14 @@ DeviceOption = Annotated[
 ]
 Threads = Annotated[
     str | None, option("--threads", _MODELS, "CPU threads of each model.", "auto, the fastest number as measured", "N")
+]
+Record = Annotated[
+    bool,
+    option(
+        "--record/--no-record",
+        _MODELS,
+        "Record each model's forward at load; without, the load is shorter and every token takes longer.",
+    ),
 ]
 Context = Annotated[
     int | None,
@@ -285,9 +293,12 @@ def also(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None
 
 CALLER_OPTIONS = {"caller_sessions": (CallerSessions, None), "caller_tokens_per_second": (CallerTokens, None)}
 """Limits of one caller at a worker."""
-linked, logged = also(LINK_OPTIONS), also({**LINK_OPTIONS, **LOG_OPTIONS})
-served = also({**LINK_OPTIONS, **SERVICE_OPTIONS, **LOG_OPTIONS})
-"""Decorators of commands with links, of those that serve somebody, and of those that serve calls."""
+LOAD_OPTIONS = {"record": (Record, True)}
+linked, loading = also(LINK_OPTIONS), also({**LOAD_OPTIONS, **LINK_OPTIONS})
+logged = also({**LOAD_OPTIONS, **LINK_OPTIONS, **LOG_OPTIONS})
+served = also({**LOAD_OPTIONS, **LINK_OPTIONS, **SERVICE_OPTIONS, **LOG_OPTIONS})
+"""Decorators of commands with links; of those that load models as well; and of those of them that serve somebody, or
+calls."""
 draft_limited, target_limited = also(CALLER_OPTIONS), also({"caller_streams": (CallerStreams, None), **CALLER_OPTIONS})
 gateway_limited = also({"caller_requests": (CallerRequests, None), "caller_tokens_per_second": (KeyTokens, None)})
 """Decorators of commands that limit what one caller may have."""

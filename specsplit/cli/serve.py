@@ -114,7 +114,7 @@ def _serve_pair(settings: TargetSettings, draft_settings: DraftSettings) -> int:
 def _serve(workers: Sequence[tuple[LoadedModel, WorkerSettings]], beside: Mapping[str, str]) -> int:
     """Serve loaded models until a signal; `beside` is what the ready line says more than of the first one."""
     for model, _ in workers:
-        if not model.runner.is_recorded:
+        if model.lacks_recording:
             note(not_recorded(model))
     first, settings = workers[0]
     ready_line = partial(described, {"role": first.role, "model": first.name, **beside, "threads": first.threads})

@@ -151,20 +151,27 @@ class ServiceSettings(LoggedSettings):
     """A port for Prometheus alone, in plaintext: it has numbers and the model's name, and no secret."""
 
 
-class WorkerSettings(ServiceSettings):
-    """One worker: a remote one by its `address`, or else one that runs here, served or in process."""
+class ModelSettings(ServiceSettings):
+    """The settings of every role that loads a model, or a part of one."""
 
     model: ModelSource | None = None
-    address: Address | None = None  # the address of a remote worker to use; a process that serves the role ignores it
     listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN  # port 0 picks a free one
     dtype: Dtype | None = None
     device: Device = defaults.DEVICE
-    threads: Threads = None
+    record: bool = True  # whether the forward is recorded at load
     context: Context | None = None
+    kv_memory: KVMemory | None = None  # memory for the rows of all slots; by default every slot may be full
+    drain: Seconds = defaults.DRAIN_S
+
+
+class WorkerSettings(ModelSettings):
+    """One worker: a remote one by its `address`, or else one that runs here, served or in process."""
+
+    address: Address | None = None  # the address of a remote worker to use; a process that serves the role ignores it
+    threads: Threads = None
     served_name: ServedName | None = None
     sessions: Positive | None = None
     """KV slots; by default SERVED_SESSIONS or more in a service, LOCAL_SESSIONS in a Pipeline, 1 for a lone prompt."""
-    kv_memory: KVMemory | None = None  # memory for the rows of all slots; by default every slot may be full
     queue: NotNegative | None = None
     """Requests that may wait for a slot in a service; by default QUEUE_PER_SESSION for each of its sessions."""
     step_tokens: Positive | None = None  # tokens and nodes of a service's step; by default what its times give
@@ -173,7 +180,6 @@ class WorkerSettings(ServiceSettings):
     caller_tokens_per_second: PositiveNumber | None = None
     prefix_reuse: PrefixReuse = defaults.PREFIX_REUSE
     session_ttl: PositiveNumber = defaults.SESSION_TTL_S
-    drain: Seconds = defaults.DRAIN_S
 
 
 class DraftSettings(WorkerSettings):
@@ -204,22 +210,16 @@ class TargetSettings(WorkerSettings):
         return bool(self.stages) or self.local_stages is not None
 
 
-class StageSettings(ServiceSettings):
+class StageSettings(ModelSettings):
     """One stage of a target: layers A to B - 1 of `layers` = A:B."""
 
-    model: ModelSource = EMBEDDED
+    model: ModelSource = EMBEDDED  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so narrower is safe)
     layers: Layers | None = None
     ends: EndsAt = defaults.ENDS
     """With `stages`, the stage of layer 0 has the embedding and that of the last layer the head."""
     next: Addresses = ()
-    listen: Annotated[str, AfterValidator(_address)] = defaults.LISTEN
-    dtype: Dtype | None = None
-    device: Device = defaults.DEVICE
     threads: Positive | None = None
-    context: Context | None = None
     sessions: Positive = defaults.SERVED_SESSIONS
-    kv_memory: KVMemory | None = None
-    drain: Seconds = defaults.DRAIN_S
 
 
 class GatewaySettings(ServiceSettings):

@@ -121,7 +121,7 @@ _ROLES: dict[str, type[BaseModel]] = {
 }
 KEYS = tuple(f"{role}.{field}" for role, section in _ROLES.items() for field in section.model_fields)
 """Every setting as role.field."""
-BOTH_ENGINES = ("dtype", "device", "threads", "sessions", "queue")
+BOTH_ENGINES = ("dtype", "device", "threads", "record", "sessions", "queue")
 FLAT_KEYS: dict[str, tuple[str, ...]] = {
     "draft": ("draft.address",),
     "target": ("target.address",),
@@ -240,7 +240,7 @@ def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
     addresses = [key for key in ("target.address", "draft.address") if key in merged]
     has_target = "target.address" not in merged and ("target.model" in merged or not addresses)
     has_draft = "draft.address" not in merged and "draft.model" in merged
-    fields = ("dtype", "device", "threads", "context", "sessions", "kv_memory")
+    fields = ("dtype", "device", "threads", "record", "context", "sessions", "kv_memory")
     local = [key for role in roles for field in fields if (key := f"{role}.{field}") in chosen]
     if local and not (has_target or has_draft):
         raise _both_places(chosen[local[0]][1], merged[addresses[0]][1])

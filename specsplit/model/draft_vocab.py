@@ -6,21 +6,17 @@ as if the draft had cut it; ids and noise are those of the whole vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from specsplit.core.errors import InvalidRequest, InvalidSettings, ModelUnsupported
-from specsplit.core.paths import expanded
+from specsplit.core.errors import InvalidSettings, ModelUnsupported
 from specsplit.core.ports import Tokenizer
 from specsplit.model.transformers_models import PreTrainedModel
-
-_KIND = "specsplit draft vocabulary"
+from specsplit.model.vocab_file import VocabFile, parse_draft_vocab
 
 
 def kept_ids(chosen: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int] | None:
@@ -29,14 +25,28 @@ def kept_ids(chosen: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[
     N stands for the N lowest ids: a byte-pair vocabulary numbers its merges by frequency.
 
     Raises:
-        InvalidSettings: there is no such file, it is none of `write_draft_vocab`, or of another tokenizer.
+        InvalidSettings: N is 0, there is no such file, or it is none of a vocabulary that this draft has.
     """
-    token_ids = set(range(min(int(chosen), vocab_size)) if chosen.isdigit() else _read(Path(chosen), tokenizer))
-    token_ids |= set(tokenizer.eos_ids) if tokenizer is not None else set()
-    token_ids = {token_id for token_id in token_ids if 0 <= token_id < vocab_size}
-    if not token_ids:
-        raise InvalidSettings("A draft vocabulary of no tokens proposes nothing; leave --draft-vocab out.")
-    return sorted(token_ids) if len(token_ids) < vocab_size else None
+    named = parse_draft_vocab(chosen)
+    kept = set(range(min(named, vocab_size)) if isinstance(named, int) else _checked(named, tokenizer, vocab_size))
+    if tokenizer is not None:
+        kept |= {token_id for token_id in tokenizer.eos_ids if token_id < vocab_size}
+    return sorted(kept) if len(kept) < vocab_size else None
+
+
+def _checked(file: VocabFile, tokenizer: Tokenizer | None, vocab_size: int) -> Sequence[int]:
+    """Return the ids of a file, if they are the draft's own."""
+    if tokenizer is None or file.vocab_hash != tokenizer.vocab_hash:
+        raise InvalidSettings(
+            f"The draft vocabulary {file.path} belongs to another tokenizer than the draft's; make it anew."
+        )
+    wrong = next((token_id for token_id in file.token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise InvalidSettings(
+            f"The draft vocabulary {file.path} has the token id {wrong}, and the draft's are 0 to {vocab_size - 1}; "
+            "make it anew."
+        )
+    return file.token_ids
 
 
 def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> None:
@@ -71,40 +81,8 @@ def coverage(counts: Counter[int], token_ids: Iterable[int]) -> float:
 
 
 def most_frequent(counts: Counter[int], size: int, num_tokens: int) -> list[int]:
-    """Return the `size` most frequent ids of a vocabulary, ascending; the lowest fill up what no text has."""
-    ranked = sorted(counts, key=lambda token_id: (-counts[token_id], token_id))[:size]
+    """Return the `size` most frequent ids below `num_tokens`, ascending; the lowest fill up what no text has."""
+    found = (token_id for token_id in counts if token_id < num_tokens)
+    ranked = sorted(found, key=lambda token_id: (-counts[token_id], token_id))[:size]
     rest = (token_id for token_id in range(num_tokens) if token_id not in counts)
     return sorted([*ranked, *(token_id for token_id, _ in zip(rest, range(size - len(ranked)), strict=False))])
-
-
-def write_draft_vocab(path: Path, token_ids: Sequence[int], tokenizer: Tokenizer) -> None:
-    """Write a list of ids with the hash of the vocabulary that they belong to.
-
-    Raises:
-        InvalidRequest: the file cannot be written.
-    """
-    found = {"kind": _KIND, "vocab_hash": tokenizer.vocab_hash, "token_ids": list(token_ids)}
-    try:
-        path.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest(f"{path} cannot be written ({error.strerror}); choose another --output.") from error
-
-
-def _read(path: Path, tokenizer: Tokenizer | None) -> list[int]:
-    try:
-        found: Any = json.loads(expanded(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidSettings(
-            f"The draft vocabulary {path} cannot be read ({error.strerror}); make one with specsplit draft-vocab, or "
-            "give a number."
-        ) from error
-    except ValueError:
-        found = None
-    token_ids: Any = found.get("token_ids") if isinstance(found, dict) and found.get("kind") == _KIND else None
-    if not isinstance(token_ids, list) or not all(isinstance(token_id, int) for token_id in token_ids):
-        raise InvalidSettings(f"{path} holds no draft vocabulary; make one with specsplit draft-vocab.")
-    if tokenizer is None or found["vocab_hash"] != tokenizer.vocab_hash:
-        raise InvalidSettings(
-            f"The draft vocabulary {path} belongs to another tokenizer than the draft's; make it anew."
-        )
-    return token_ids

@@ -23,7 +23,7 @@ from specsplit.model.files import load_config, load_tokenizer, load_weights, sto
 from specsplit.model.identity import Stamps, require_no_links_out, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
-from specsplit.model.loading import loading, noted
+from specsplit.model.loading import loading, logged_progress, noted, weights_phase
 from specsplit.model.longest_context import longest_context
 from specsplit.model.meanwhile import Meanwhile
 from specsplit.model.memory_size import MemorySize
@@ -75,7 +75,7 @@ class LoadOptions(TypedDict, total=False):
     shares_tokenizer: bool
     """Whether others get the tokenizer's files, which may not be links out of the model's folder then; the default."""
     record: bool
-    """False keeps the model's forward in Python, for hooks and profiles."""
+    """False keeps the model's forward in Python, for a shorter load, and for hooks and profiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,8 @@ class LoadedModel(Loaded):
     """Whether the context is beyond the original one of a `longrope` model (`rope`)."""
     is_context_shortened: bool = False
     """Whether the context is what the KV memory holds, and not what the model was made for."""
+    lacks_recording: bool = False
+    """Whether its forward was to be recorded and could not be."""
 
     @property
     def identity(self) -> Identity:
@@ -157,16 +159,16 @@ def load_model(
     """Load a decoder-only model and prepare its KV slots.
 
     `source` is "embedded", a folder or a hub id, perhaps with @ and a revision. `progress` is called with a phase and
-    the fraction done.
+    the fraction done; without one, the log has a line before the weights are read and one when the model is ready.
 
     Raises:
         ModelNotFound, ModelDamaged, ModelUnsupported, OutOfMemory, DeviceUnavailable, InvalidRequest.
     """
-    report = progress or (lambda phase, fraction: None)
     device = as_device(options.get("device", "cpu"))
     if (max_sessions := options.get("max_sessions", 1)) < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {max_sessions}.", param="max_sessions")
     path, name = resolve(source, role)
+    report = progress or logged_progress(f"{name} ({role})")
     # The order matters: the probe tells the slots' shapes, and rope must be fixed before any key is computed to stay.
     with loading(device):
         report("config", 0.05)
@@ -175,8 +177,8 @@ def load_model(
         if shares_tokenizer := options.get("shares_tokenizer", True):
             require_no_links_out(model_folder(path), name)  # before the long load
         reading = Meanwhile(lambda: load_tokenizer(path, name, config))
-        report("weights", 0.15)
         stamps = weight_stamps(model_folder(path))
+        report(weights_phase(stamps), 0.15)
         form, dtype = weight_format(options.get("dtype")), as_dtype(options.get("dtype"), device, config, role)
         model = noted(load_weights(path, name, config, dtype, device))
         kept = _trimmed(model, options.get("vocab"), reading.result, name)
@@ -188,8 +190,7 @@ def load_model(
         comparisons = comparisons_of(model, path, stamps, form, kept, plan.context, plan.node_limit, plan.num_slots)
         check_and_pack(runner, kept, form, name, comparisons, reading.result)
         report("recording", 0.85)
-        if options.get("record", True):
-            runner.record(comparisons, reading.start)
+        lacks_recording = options.get("record", True) and not runner.record(comparisons, reading.start)
         report("proving", 0.9)
         exactness.settle(runner, hashed := rounded_hash(_weights_hash(path, name, stamps), form))
     tokenizer, eos_ids = reading.result()
@@ -210,6 +211,7 @@ def load_model(
         weights_hash=hashed,
         model_revision=commit_of(model_folder(path)),
         is_context_shortened=plan.context < wanted.context,
+        lacks_recording=lacks_recording,
     )
 
 

@@ -1,9 +1,11 @@
-"""How this process computes while a model is loaded: on one thread, with little left behind."""
+"""How this process computes while a model is loaded: on one thread, with little left behind; and what it says."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+import logging
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -11,8 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from specsplit.model.backends.recorded_cpu import optimised_once
+from specsplit.model.identity import Stamps
 from specsplit.model.meanwhile import without_collections
 from specsplit.model.memory import return_freed
+from specsplit.model.memory_size import shown_memory
 from specsplit.model.threads import one_thread
 
 MOST_LEFT_BYTES = 256 << 20
@@ -20,6 +24,7 @@ MOST_LEFT_BYTES = 256 << 20
 loaded_bytes = WeakKeyDictionary[torch.nn.Module, int]()
 """Bytes of the weights of each model that this process has loaded and not freed."""
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -35,6 +40,27 @@ def noted(model: _Model) -> _Model:
     """Return the model, known from now on as one that a later load may have to free."""
     loaded_bytes[model] = sum(weight.nbytes for weight in model.parameters())
     return model
+
+
+def logged_progress(what: str) -> Callable[[str, float], None]:
+    """Return a progress that logs when the weights of `what` are read, and when it is ready."""
+    started_s = time.monotonic()
+
+    def report(phase: str, fraction: float) -> None:
+        if phase.startswith("weights"):
+            _log.info("loading %s: %s", what, phase)
+        elif fraction >= 1:
+            _log.info("%s is %s after %.1f s", what, phase, time.monotonic() - started_s)
+
+    return report
+
+
+def weights_phase(stamps: Stamps | None) -> str:
+    """Return the phase in which files of these stamps are read, with their bytes unless they are fetched first.
+
+    No more is known of it: pages of a mapped file are read by the kernel when they are used.
+    """
+    return f"weights {shown_memory(sum(stamp[3] for stamp in stamps))}" if stamps else "weights"
 
 
 def _free_dropped_models(device: torch.device) -> None:

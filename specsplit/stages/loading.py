@@ -61,6 +61,7 @@ def load_stage(settings: StageSettings) -> LoadedShard:
             max_sessions=settings.sessions,
             kv_memory=parse_memory(settings.kv_memory),
             threads=settings.threads,
+            record=settings.record,
         ),
     )
     return replace(shard, name=public_name(settings.model), threads=settings.threads or _fastest_threads(shard.runner))
@@ -167,7 +168,13 @@ def load_coordinator(settings: TargetSettings) -> Coordinator:
     if settings.ends == "coordinator":
         embedding, head = load_ends(
             settings.model,
-            ShardOptions(dtype=dtype, device=settings.device, context=model.context, threads=settings.threads),
+            ShardOptions(
+                dtype=dtype,
+                device=settings.device,
+                context=model.context,
+                threads=settings.threads,
+                record=settings.record,
+            ),
         )
         ends = CoordinatorEnds(embedding, head)
     own = _load_own(settings, model, dtype)
@@ -191,6 +198,7 @@ def _load_own(settings: TargetSettings, model: ChainModel, dtype: str) -> Loaded
         max_sessions=model.max_sessions,
         kv_memory=parse_memory(stage_share(settings.kv_memory, layers.stop, model.num_layers)),
         threads=settings.threads,
+        record=settings.record,
     )
     spec = stage_spec(layers, model.num_layers, settings.ends, model.name)
     return _load_layers(settings.model, spec, options)

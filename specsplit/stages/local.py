@@ -71,7 +71,8 @@ def stage_arguments(expected: ExpectedChain, settings: TargetSettings) -> list[s
         "log-format": settings.log_format,
         "log-level": settings.log_level,
     }
-    return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return words if settings.record else [*words, "--no-record"]
 
 
 async def _wait_hung(address: str, pid: int, *, step_timeout_s: float) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from specsplit.assembly.models import Models
 from specsplit.model.loader import LoadedModel, load_model
+from specsplit.model.runner import Runner
 from specsplit.speculation.options import Speculation
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.pipelines import PLAIN, request, run
@@ -14,18 +17,23 @@ PROMPT = (5, 9, 2, 7, 11, 3)
 TREE = Speculation(mode="pingpong", lookup=False, nodes=6, depth=3, branching=2)
 
 
-def load(folder: Path, role: str, *, context: int = 64, record: bool = True) -> LoadedModel:
+def load(folder: Path, role: str, *, context: int = 64) -> LoadedModel:
     if not folder.exists():
         save_model(folder, FAMILIES["llama"](), seed=1)
-    return load_model(str(folder), role=role, context=context, record=record, threads=1)  # type: ignore[arg-type]
+    return load_model(str(folder), role=role, context=context, threads=1)  # type: ignore[arg-type]
 
 
 def test_nothing_is_said_of_a_pair_at_its_best(tmp_path: Path) -> None:
     assert Models(load(tmp_path / "llama", "target"), load(tmp_path / "llama", "draft")).degraded == []
 
 
-def test_a_forward_that_is_not_recorded_is_said_and_gives_the_same_text(tmp_path: Path) -> None:
-    target = load(tmp_path / "llama", "target", record=False)
+def test_a_forward_that_is_not_recorded_is_said_and_gives_the_same_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "record", lambda *_: False)
+        target = load(tmp_path / "llama", "target")
+    assert not target.runner.is_recorded
     assert "could not be recorded" in Models(target, None).degraded[0]
     wanted = [request(PROMPT, tokens=30)]
     recorded = run(load(tmp_path / "llama", "target"), None, PLAIN, wanted)

@@ -14,9 +14,11 @@ from specsplit.api import Pipeline, RequestOptions
 from specsplit.cli.main import main
 from specsplit.core.defaults import Mode
 from specsplit.core.errors import InvalidSettings
+from specsplit.model import loader
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.draft_vocab import coverage, kept_ids, most_frequent, write_draft_vocab
+from specsplit.model.draft_vocab import coverage, kept_ids, most_frequent
 from specsplit.model.loader import LoadedModel, load_model
+from specsplit.model.vocab_file import write_vocab_file
 
 PROMPT = "def add(a, b):\n"
 NUM_KEPT = 700
@@ -70,6 +72,7 @@ def test_the_frequent_tokens_are_kept_and_the_lowest_fill_up():
     counts = Counter({7: 5, 3: 5, 9: 1, 8: 2})
     assert most_frequent(counts, 3, 10) == [3, 7, 8]
     assert most_frequent(counts, 6, 10) == [0, 1, 3, 7, 8, 9]
+    assert most_frequent(counts, 3, 8) == [0, 3, 7], "others are none of the model's"
     assert coverage(counts, [7, 8, 0]) == 7 / 13
     assert coverage(Counter(), [7]) == 0
 
@@ -77,18 +80,56 @@ def test_the_frequent_tokens_are_kept_and_the_lowest_fill_up():
 def test_a_file_is_a_vocabulary_of_one_tokenizer(whole: LoadedModel, tmp_path: Path):
     path = tmp_path / "vocab.json"
     assert whole.tokenizer is not None
-    write_draft_vocab(path, [4, 9, 5], whole.tokenizer)
+    write_vocab_file(path, [4, 9, 5], whole.tokenizer.vocab_hash)
     assert kept_ids(str(path), whole.tokenizer, whole.vocab_size) == sorted({4, 5, 9, *whole.eos_ids})
     found = json.loads(path.read_text())
     path.write_text(json.dumps({**found, "vocab_hash": "another"}))
     with pytest.raises(InvalidSettings, match="belongs to another tokenizer"):
         kept_ids(str(path), whole.tokenizer, whole.vocab_size)
-    for text in ("no JSON", "[]", '{"token_ids": [1]}', json.dumps({**found, "token_ids": ["a"]})):
+    wrong = ({"token_ids": each} for each in (["a"], [1.5], [True], [], 5))
+    without_hash = {name: value for name, value in found.items() if name != "vocab_hash"}
+    others = [json.dumps(each) for each in (*({**found, **ids} for ids in wrong), without_hash)]
+    for text in ("no JSON", "[]", '{"token_ids": [1]}', "[" * 100_000, *others):
         path.write_text(text)
         with pytest.raises(InvalidSettings, match=r"holds no draft vocabulary; make one with specsplit draft-vocab\.$"):
             kept_ids(str(path), whole.tokenizer, whole.vocab_size)
-    with pytest.raises(InvalidSettings, match="cannot be read"):
-        kept_ids(str(tmp_path / "none"), whole.tokenizer, whole.vocab_size)
+    for token_id in (-1, whole.vocab_size):
+        path.write_text(json.dumps({**found, "token_ids": [4, token_id]}))
+        with pytest.raises(InvalidSettings, match=rf"has the token id {token_id}, and the draft's are 0 to "):
+            kept_ids(str(path), whole.tokenizer, whole.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sentence"),
+    [
+        ("0", "A draft vocabulary of 0 tokens proposes nothing: give --draft-vocab 1 or more."),
+        ("000", "A draft vocabulary of 0 tokens proposes nothing"),
+        ("\u00b2", "The draft vocabulary \u00b2 cannot be read (No such file or directory); make one with specsplit"),
+        ("\u0663", "The draft vocabulary \u0663 cannot be read"),
+        ("9" * 5000, "cannot be read (File name too long)"),
+        ("none", "The draft vocabulary none cannot be read"),
+        ("made.json", "made.json holds no draft vocabulary; make one with specsplit draft-vocab."),
+    ],
+)
+@pytest.mark.parametrize(
+    "words", [["orchestrate", "a", "--draft-vocab"], ["draft", "--draft-vocab"], ["draft", "--vocab"]]
+)
+def test_what_is_no_vocabulary_is_refused_before_a_model_is_loaded(
+    words: list[str],
+    chosen: str,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a large model would take minutes")
+
+    monkeypatch.setattr(loader, "load_model", load)
+    monkeypatch.chdir(tmp_path)
+    Path("made.json").write_text("{}")
+    assert main([*words, chosen]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_the_command_counts_the_tokens_of_texts(

@@ -89,3 +89,19 @@ def test_local_stages_share_the_cores(
     monkeypatch.setattr(local, "num_cores", lambda: 4)
     arguments = local.stage_arguments(load_coordinator(settings).expected, settings)
     assert arguments[arguments.index("--threads") + 1] == wanted
+
+
+def test_parts_of_a_target_are_recorded_only_if_its_settings_say_so(tmp_path: Path) -> None:
+    folder = str(save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1))
+    for record in (True, False):
+        assert (
+            load_stage(StageSettings(model=folder, layers="0:1", context=64, record=record)).runner.is_recorded
+            == record
+        )
+        settings = TargetSettings(model=folder, layers="0:1", ends="coordinator", context=64, record=record)
+        coordinator = load_coordinator(settings)
+        assert coordinator.own is not None
+        assert coordinator.own.runner.is_recorded == record
+        local_settings = TargetSettings(model=folder, local_stages=2, context=64, record=record)
+        arguments = local.stage_arguments(coordinator.expected, local_settings)
+        assert ("--no-record" in arguments) == (not record)

@@ -185,16 +185,33 @@ async def test_a_draft_beside_targets_of_the_environment_is_none_of_a_gateway(
     assert told.get("draft_model") == options.get("draft_model")
 
 
-@pytest.mark.parametrize("given", [{}, {"dtype": "fp32", "threads": 3, "sessions": 5, "draft_vocab": "99"}])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"dtype": "fp32", "threads": 3, "sessions": 5, "draft_vocab": "99"}, {"record": False}, {"record": True}],
+)
 async def test_a_process_of_both_has_the_settings_of_both(
     tmp_path: Path, commands: list[list[str]], capfd: pytest.CaptureFixture[str], given: dict[str, Any]
 ):
     text = '[target]\ndtype = "bf16"\nqueue = 3\n[draft]\ndtype = "int8"\nqueue = 4\ncontext = 99\nkv_memory = "2GB"\n'
+    text += "record = false\n"
     await both_of(text, tmp_path, commands, **given)
     (command,) = commands
     assert main([*command[:-OWN], "--print-config"]) == 0
     told = tomllib.loads(capfd.readouterr().out)
     wanted = load_settings({"target_model": "embedded", **given}, config=str(tmp_path / "s.toml"), purpose="gateway")
-    names = ("dtype", "queue", "context", "kv_memory", "threads", "sessions", "vocab")
+    names = ("dtype", "queue", "context", "kv_memory", "threads", "record", "sessions", "vocab")
     for role, section in (("target", wanted.settings.target), ("draft", wanted.settings.draft)):
         assert {name: told[role].get(name) for name in names} == {name: getattr(section, name, None) for name in names}
+
+
+@pytest.mark.parametrize("word", ["--record", "--no-record"])
+async def test_each_of_two_workers_records_as_the_gateway_was_told(
+    tmp_path: Path, commands: list[list[str]], capfd: pytest.CaptureFixture[str], word: str
+):
+    text = f"[target]\nrecord = {str(word == '--no-record').lower()}\n"
+    await both_of(text, tmp_path, commands, mode="overlap", record=word == "--record")
+    for command in commands:
+        assert main([*command[:-OWN], "--print-config"]) == 0
+        told = tomllib.loads(capfd.readouterr().out)[command[0]]
+        assert told["record"] == (word == "--record")
+    assert len(commands) == 2

@@ -30,8 +30,8 @@ from specsplit.model.loader import (
     as_dtype,
     plan_slots,
 )
-from specsplit.model.loading import loading, noted
-from specsplit.model.memory_size import MemorySize
+from specsplit.model.loading import loading, logged_progress, noted
+from specsplit.model.memory_size import MemorySize, shown_memory
 from specsplit.model.packing import NUM_CHECKED, pack, parts_of
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_positions, has_long_factors, with_factors
@@ -124,6 +124,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
     if options.max_sessions < 1:
         raise InvalidRequest(f"max_sessions must be at least 1, not {options.max_sessions}.", param="max_sessions")
     path, name = resolve(source, "target")
+    report = logged_progress(f"{name} ({held})")
     with loading(device):
         config, path = load_config(path, name), at_commit(path)
         refuse_by_config(config)
@@ -131,6 +132,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
         held.check(outline.num_layers, name)
         context = as_context(config, options.context, DEFAULT_CONTEXT, name)
         checkpoint, form = Checkpoint(path, name), weight_format(options.dtype)
+        report("weights", 0.15)
         model, read = load_shard_weights(checkpoint, outline, held, as_dtype(options.dtype, device, config), device)
         fix_positions(noted(model), context)
         with translated(path, name):
@@ -139,6 +141,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
             hashes = [rounded_hash(tensors_hash(checkpoint, tensors), form) for tensors in chosen]
         for runner, hashed in zip(runners, hashes, strict=True):
             exactness.settle(runner, hashed)
+    report(f"ready with {shown_memory(sum(read.values()))} of weights", 1.0)
     return [
         LoadedShard(
             name=name,
