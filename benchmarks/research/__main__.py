@@ -25,6 +25,7 @@ from benchmarks.research.checkouts import forwards
 from benchmarks.research.comparison import command as comparison
 from benchmarks.research.coupling import study as coupling
 from benchmarks.research.drafts import kinds as draft_kinds
+from benchmarks.research.exactness import families
 from benchmarks.research.exactness import study as exactness
 from benchmarks.research.real_shapes import command as real_shapes
 from benchmarks.research.rounds import critical_path, overhead, profile
@@ -47,6 +48,7 @@ STUDIES = (
     device_rates,
     draft_kinds,
     exactness,
+    families,
     figures,
     forwards,
     inflate,

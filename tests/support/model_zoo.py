@@ -1,10 +1,12 @@
 """Tiny random models of every family that must be served exactly, and of some that must be refused.
 
 Weights are random with a large scale, so that windows, soft-caps and sinks move the logits far more than rounding does.
+Run as a module it writes each family in bf16 into a folder of its own below the one named.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|endoftext|>")
+
+
+if __name__ == "__main__":
+    for family, config in FAMILIES.items():
+        save_model(Path(sys.argv[1]) / family, config(), seed=1, dtype=torch.bfloat16)
