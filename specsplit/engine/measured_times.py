@@ -27,6 +27,11 @@ class MeasuredTimes:
         step_times, fork_s = self.told
         return replace(identity, step_times=step_times, fork_s=fork_s)
 
+    @property
+    def quick_s(self) -> float:
+        """Seconds of a step below which it disproves the times, however few its rows."""
+        return SLOW_START * self.curve.seconds(1)
+
     def observe(self, rows: int, seconds: float) -> bool:
         """Count a step; return whether it has shown that forwards take much less than was measured.
 

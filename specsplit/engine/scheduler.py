@@ -157,7 +157,8 @@ class Scheduler:
     def _postprocess(self, batch: Batch, logits: list[Tensor]) -> None:
         """Give each task its logits: it asks for its next forward, or ends; one that was cut stays ready."""
         end_s = batch.end(self._name, self.counts)
-        self.budget.observe(batch, end_s)
+        if len(batch.tasks) > 1 or end_s - batch.start_s < self.budget.quick_s:
+            self.budget.observe(batch, end_s)
         for task, rows in zip(batch.tasks, logits, strict=True):
             whole = task.take_part(batch.parts[task], rows) if task in batch.parts else rows
             if whole is not None:

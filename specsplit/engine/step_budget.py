@@ -29,6 +29,8 @@ class StepBudget:
         """Whether a step may begin while sessions that were answered are about to come back."""
         self.prompts, self.verification, self.width = PromptBudget(), VerificationBudget(), StepWidth()
         self._measured: MeasuredTimes | None = None
+        self.quick_s = 0.0
+        """Seconds below which a step of one task has to be observed as well: it is quicker than any should be."""
         self._company = Company()
 
     def pace(self, times: StepTimes) -> None:
@@ -37,7 +39,7 @@ class StepBudget:
 
     def pace_by(self, measured: MeasuredTimes) -> None:
         """Judge rows by what the worker measured of its forwards, and by steps that show that it was too much."""
-        self._measured = measured
+        self._measured, self.quick_s = measured, measured.quick_s
         self.pace(measured.curve)
 
     def told_in(self, identity: Identity) -> Identity:
@@ -109,7 +111,7 @@ class StepBudget:
         """Count a step that ended now. One task that is alone says nothing of what others cost."""
         measured, is_its_own = self._measured, not batch.is_overlapped
         if measured is not None and is_its_own and measured.observe(batch.num_rows, end_s - batch.start_s):
-            self.pace(measured.curve)
+            self.pace_by(measured)
         if len(batch.tasks) == 1:
             return
         self.verification.observe(batch, end_s, self.prompts.cost.pair_s)

@@ -27,7 +27,7 @@ from specsplit.orchestrator.request import Request
 from specsplit.orchestrator.retry import Retrier
 from specsplit.speculation.lookup import TextReader
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_sessions import DecodingSessions
+from specsplit.speculation.worker_times import DecodingSessions
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _MOST_PING_PAUSE_S, MOST_COOLDOWN_S = 0.05, 2.0, 5.0

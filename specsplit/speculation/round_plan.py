@@ -89,7 +89,7 @@ class RoundPlanner:
         self.num_resting = 0
         """Rounds from the next one on that rest: their plan depends on nothing, so nothing is asked for it."""
         self._num_rounds = 0
-        self._num_without_draft = self._num_missing = 0
+        self._num_without_draft = 0
         self._is_streaming = mode == "stream"
 
     def plan_round(
@@ -109,10 +109,10 @@ class RoundPlanner:
         draft_room = draft_context - num_committed - 1
         if self._mode == "plain" or room < 1:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
-        plan, self._num_missing = self._fixed, num_missing
+        plan = self._fixed
         if self._mode == "auto":
             has_draft = has_draft and draft_room >= 1 and self._is_worth_taking_in(num_missing, room + 1)
-            plan = self._plan_auto(has_draft=has_draft)
+            plan = self._plan_auto(num_missing, has_draft=has_draft)
         if plan.budget is not None and plan.mode != "lookup":
             if draft_room < 1:
                 plan = self._without_draft
@@ -137,7 +137,7 @@ class RoundPlanner:
         plain_s = times.verify.seconds(num_sessions) + times.sessions_s + times.gap_s
         saved_s = plain_s - 1 / decision.predicted_tokens_per_s if decision is not None else 0.0
         # A few rounds behind a short prompt say little, and would be all that is ever known.
-        if decision is None or not times.has_taken_in:
+        if decision is None or not times.taken_in.is_observed:
             saved_s = max(saved_s, HOPED_SHARE * plain_s)
         return num_left * saved_s > num_sessions * times.take_in_s(num_tokens)
 
@@ -147,7 +147,7 @@ class RoundPlanner:
             self._modes[has_draft] = tuple([mode for mode in modes if mode != "stream"])
         self._is_streaming = False
 
-    def _plan_auto(self, *, has_draft: bool) -> RoundPlan:
+    def _plan_auto(self, num_missing: int, *, has_draft: bool) -> RoundPlan:
         self._num_rounds += 1
         modes, stats = self._modes[has_draft], self._stats
         # Explore: let the draft answer a few times before plans are compared, for a bounded number of rounds.
@@ -172,13 +172,13 @@ class RoundPlanner:
             self._decided_plans = plan, RoundPlan(decision.mode, decision=decision, is_resting=True)
         if decision.nodes:
             return self._decided_plans[0]
-        return self._plan_without_nodes(has_draft=has_draft and bool(modes))
+        return self._plan_without_nodes(num_missing, has_draft=has_draft and bool(modes))
 
-    def _plan_without_nodes(self, *, has_draft: bool) -> RoundPlan:
+    def _plan_without_nodes(self, num_missing: int, *, has_draft: bool) -> RoundPlan:
         """Return the plan of a round that looks up, that rests, or that probes the draft."""
         plan, resting_plan = self._decided_plans
         self._num_without_draft += 1
-        if has_draft and self._is_probe_due():
+        if has_draft and self._is_probe_due(num_missing):
             self._num_without_draft = 0
             return replace(plan, probe=self._first)
         # [ turn | rests | rests | ... | turn | ...: a session looks up, and may decide, when it is its turn.
@@ -202,12 +202,12 @@ class RoundPlanner:
     def _first(self) -> Budget:
         return _first_budget(self._limits)
 
-    def _is_probe_due(self) -> bool:
+    def _is_probe_due(self, num_missing: int) -> bool:
         """Return whether the rounds without the draft pay for a probe."""
         if self._num_without_draft < PROBE_EVERY:
             return False
         stats, first = self._stats, self._first
-        reading_s = stats.times.take_in_s(self._num_missing) if self._num_missing > MAX_CAUGHT_UP_TOKENS else 0.0
+        reading_s = stats.times.take_in_s(num_missing) if num_missing > MAX_CAUGHT_UP_TOKENS else 0.0
         return stats.probes.take(stats.times.probe_s(first.max_new_nodes, first.max_depth) + reading_s)
 
 

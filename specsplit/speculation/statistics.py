@@ -33,9 +33,8 @@ from specsplit.speculation.cost_model import (
 )
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
-from specsplit.speculation.step_sessions import DecodingSessions
 from specsplit.speculation.token_tree import SpeculationTree
-from specsplit.speculation.worker_times import WorkerTimes
+from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 
 _BEGUN = Decision(PLAIN, 0, 0, 0.0)
 _NO_TREES = Profile(accept_by_depth=(0.0,))

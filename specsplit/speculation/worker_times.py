@@ -23,7 +23,6 @@ from specsplit.speculation.constants import (
     STEPS_AWAY_SLACK,
     TAKEN_IN_ROWS,
 )
-from specsplit.speculation.step_sessions import DecodingSessions, StepSessions
 from specsplit.speculation.step_times import RunningMedian, StepTimes, rows_s
 
 RoundCourse = Literal["plain", "tree", "behind tree"]
@@ -55,6 +54,47 @@ class DraftTimes:
             elif self._least_call_s < self._call.value:
                 # A draft that was left has probes alone, for which nobody waits: forgotten, so that it is tried again.
                 self._call = RunningMedian(self._least_call_s)
+
+
+class DecodingSessions:
+    """How many sessions of this process are behind their prompts, at one target, and how many are not yet."""
+
+    __slots__ = ("count", "num_beginning")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.num_beginning = 0
+
+
+class StepSessions:
+    """Sessions that share the target's steps: the share of those here that lately did, and as many others as lately.
+
+    So a change of the number here shows at once, and not after some rounds that were planned for another load.
+    """
+
+    def __init__(self, here: DecodingSessions) -> None:
+        self._here = here
+        self._share, self._others = RunningMedian(1.0), RunningMedian(0)
+
+    def observe(self, num_sessions: int) -> None:
+        """Count a step with so many sessions."""
+        here = max(self._here.count, 1)
+        self._share.observe(min(num_sessions / here, 1.0))
+        self._others.observe(max(num_sessions - here, 0))
+
+    @property
+    def begin_together(self) -> bool:
+        """Whether several are not behind their prompts yet, so that the load of their rounds is not known."""
+        return self._here.num_beginning > 1
+
+    @property
+    def load(self) -> int:
+        """Sessions at the target, those whose rounds meet in none of its steps too."""
+        return max(self._here.count, 1) + self._others.value
+
+    @property
+    def value(self) -> int:
+        return max(round(self._share.value * max(self._here.count, 1)), 1) + self._others.value
 
 
 class BesideTimes:
@@ -175,8 +215,7 @@ class WorkerTimes:
         """Proposes that were answered."""
         self._draft_alone: DraftTimes | None = None
         self._draft_shared: DraftTimes | None = None
-        self._taken_in: RunningMedian[float] | None = None
-        """Seconds of the draft's device for a token of a text that it takes in, once one was seen."""
+        self.taken_in = RunningMedian(0.0)  # seconds of the draft's device for a token of a long text that it lacks
         self._alone = BesideTimes()
         self._shared: BesideTimes | None = None
 
@@ -265,30 +304,22 @@ class WorkerTimes:
         draft.observe(levels, rows, device_s, wall_s)
 
     def observe_taken_in(self, num_tokens: int, device_s: float) -> None:
-        """Count a propose for which the draft lacked so many tokens; of few of them it says little but of its levels."""
+        """Count a propose for which the draft lacked so many tokens; with few of them its levels took most of it."""
         if num_tokens >= TAKEN_IN_ROWS:
-            self._taken_in = self._taken_in or RunningMedian(0.0)
-            self._taken_in.observe(device_s / num_tokens)
-
-    @property
-    def has_taken_in(self) -> bool:
-        """Whether a draft was seen with a long text."""
-        return self._taken_in is not None
+            self.taken_in.observe(device_s / num_tokens)
 
     def take_in_s(self, num_tokens: int) -> float:
         """Return the seconds of the draft's device for so much text; 0 if nothing is known of it."""
-        if self._taken_in is not None:
-            return num_tokens * self._taken_in.value
-        draft = self.draft
-        return num_tokens * draft.level.seconds(TAKEN_IN_ROWS) / TAKEN_IN_ROWS if draft is not None else 0.0
+        token, draft = self.taken_in, self.draft
+        if token.is_observed or draft is None:
+            return num_tokens * token.value
+        return num_tokens * draft.level.seconds(TAKEN_IN_ROWS) / TAKEN_IN_ROWS
 
     @property
     def is_contended(self) -> bool:
         """Whether draft and target have been seen to slow each other much, as where they share cores."""
-        verify, concurrent = self.verify, self.verify_concurrent
-        if verify is None or concurrent is None:
-            return False
-        return concurrent.seconds(CONTENDED_ROWS) > CONTENDED * verify.seconds(CONTENDED_ROWS)
+        rows, verify, concurrent = CONTENDED_ROWS, self.verify, self.verify_concurrent
+        return bool(verify and concurrent and concurrent.seconds(rows) > CONTENDED * verify.seconds(rows))
 
     def count_steps_away(self, nodes: int) -> int:
         """Return how many verifies of so many nodes the target does while a commit and its answer travel."""

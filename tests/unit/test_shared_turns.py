@@ -11,7 +11,7 @@ from specsplit.speculation.cost_model import Decision, Limits, RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_sessions import DecodingSessions
+from specsplit.speculation.worker_times import DecodingSessions
 from tests.unit.test_speculation_stats import TARGET, begun, decided, shared
 
 

@@ -15,10 +15,9 @@ from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.step_sessions import DecodingSessions
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import SpeculationTree, TokenTree
-from specsplit.speculation.worker_times import WorkerTimes
+from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 
 TARGET = Identity(
     role="target",

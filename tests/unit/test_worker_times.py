@@ -9,8 +9,7 @@ import pytest
 
 from specsplit.core.types import Timings
 from specsplit.speculation.constants import MAX_BEYOND, MEDIAN_WINDOW, ROW_GRID, STALE
-from specsplit.speculation.step_sessions import DecodingSessions
-from specsplit.speculation.worker_times import WorkerTimes
+from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 from tests.unit.test_speculation_stats import TARGET
 
 DRAFT = replace(TARGET, role="draft", step_times=((1, 0.001), (9, 0.002)))
