@@ -73,7 +73,9 @@ def measure(folder: Path, texts: Sequence[Sequence[int]]) -> Agreement:
     from specsplit.model.attention.metadata import SequenceInput
     from specsplit.model.loader import load_model
 
-    runner = load_model(str(folder), role="target", dtype="bf16", record=False).runner
+    # LongRoPE's factors follow from the context, and from the length of a text in transformers.
+    longest = max(map(len, texts))
+    runner = load_model(str(folder), role="target", dtype="bf16", context=longest, record=False).runner
     ours = [runner.forward([SequenceInput(0, 0, text, num_logits=len(text))])[0] for text in texts]
     theirs = [_logits(folder, dtype, texts) for dtype in (torch.bfloat16, torch.float64)]
     return compare(folder.name, torch.cat(ours), *theirs)
