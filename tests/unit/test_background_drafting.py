@@ -16,7 +16,7 @@ BUDGET = Budget(4, 2, 2)
 class _Draft:
     """Answers nothing, and takes a moment to give a call up."""
 
-    trouble, num_missing = None, 0
+    trouble, is_far_behind = None, False
 
     def __init__(self) -> None:
         self.contract, self.history = self, [1]

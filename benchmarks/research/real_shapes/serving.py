@@ -19,7 +19,7 @@ from specsplit.assembly.models import load_models
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 
-OUR_MODES = ("plain", "pingpong", "auto", "lookup")
+OUR_MODES = ("plain", "pingpong", "auto", "lookup", "overlap", "stream")
 BARE = "bare"
 _WAYS: dict[str, dict[str, Any]] = {
     "generate": {},
