@@ -22,7 +22,7 @@ from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.peer import Cooldown, DraftPeer
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
-from specsplit.speculation.constants import EXPLORED_ROUNDS, MAX_CAUGHT_UP_TOKENS
+from specsplit.speculation.constants import EXPLORED_ROUNDS, LONG_TEXT
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
 
@@ -222,7 +222,7 @@ class DraftClient:
             contract.is_open, contract.num_behind = True, 0
             if proposal.timings.sent_bytes:
                 contract.count_bytes(proposal.timings)
-            if len(turn.tail) > MAX_CAUGHT_UP_TOKENS and self._stats.plans:
+            if len(turn.tail) >= LONG_TEXT and self._stats.plans:
                 self._stats.times.observe_taken_in(len(turn.tail), proposal.timings.device_ms / 1e3)
             _check(proposal, turn, self._num_known_nodes, self._peer.identity)
         except Exception as error:  # noqa: BLE001 - a draft has no error that a request could have

@@ -131,7 +131,7 @@ class Rounds:
                 raise
             self._planner.leave_streams()  # the caller has as many open as one may have: rounds need none
             return await self._run()
-        is_catching_up = draft is not None and draft.is_busy and draft.contract.is_far_behind
+        is_catching_up = draft is not None and draft.is_busy and draft.contract.lacks_long_text
         verdict = speculation.commit  # a streaming target has verified already
         if verdict is None:
             verifying = target.verify(speculation.proposal)

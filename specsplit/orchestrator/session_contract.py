@@ -14,7 +14,7 @@ from specsplit.core.types import SessionParams, Timings, Turn, prefix_hash
 from specsplit.orchestrator.degraded import ReplayReason, WorkerRole
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.wire import Traffic
-from specsplit.speculation.constants import MAX_CAUGHT_UP_TOKENS
+from specsplit.speculation.constants import LONG_TEXT, MAX_CAUGHT_UP_TOKENS
 
 MAX_RAISES = 8
 """Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
@@ -98,6 +98,10 @@ class SessionContract:
     def is_far_behind(self) -> bool:
         """Whether the worker lacks so much text that it does not keep to its usual time."""
         return self.num_missing > MAX_CAUGHT_UP_TOKENS
+
+    @property
+    def lacks_long_text(self) -> bool:
+        return self.num_missing >= LONG_TEXT
 
     def next_turn(
         self,

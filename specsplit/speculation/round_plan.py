@@ -16,8 +16,8 @@ from specsplit.speculation.constants import (
     DECIDE_EVERY,
     EXPLORED_ROUNDS,
     HOPED_SHARE,
+    LONG_TEXT,
     LOOKUP_NODES,
-    MAX_CAUGHT_UP_TOKENS,
     PROBE_EVERY,
     TREE_SIZES,
 )
@@ -127,7 +127,7 @@ class RoundPlanner:
         Where the two do not compute at the same time, all sessions of the target's steps wait for that.
         """
         times, modes = self._stats.times, self._modes[True]
-        if num_tokens <= MAX_CAUGHT_UP_TOKENS or times.verify is None:
+        if num_tokens < LONG_TEXT or times.verify is None:
             return True
         if not times.is_contended and any(mode in CONCURRENT for mode in modes):
             return True
@@ -207,7 +207,7 @@ class RoundPlanner:
         if self._num_without_draft < PROBE_EVERY:
             return False
         stats, first = self._stats, self._first
-        reading_s = stats.times.take_in_s(num_missing) if num_missing > MAX_CAUGHT_UP_TOKENS else 0.0
+        reading_s = stats.times.take_in_s(num_missing) if num_missing >= LONG_TEXT else 0.0
         return stats.probes.take(stats.times.probe_s(first.max_new_nodes, first.max_depth) + reading_s)
 
 

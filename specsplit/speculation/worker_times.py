@@ -13,6 +13,7 @@ from specsplit.speculation.constants import (
     CONTENDED,
     CONTENDED_ROWS,
     DISTURBED,
+    LONG_TEXT,
     MAX_STEP_SESSIONS,
     MAX_STEPS_AWAY,
     MEDIAN_WINDOW,
@@ -21,7 +22,6 @@ from specsplit.speculation.constants import (
     ROW_GRID,
     STALE,
     STEPS_AWAY_SLACK,
-    TAKEN_IN_ROWS,
 )
 from specsplit.speculation.step_times import RunningMedian, StepTimes, rows_s
 
@@ -304,16 +304,15 @@ class WorkerTimes:
         draft.observe(levels, rows, device_s, wall_s)
 
     def observe_taken_in(self, num_tokens: int, device_s: float) -> None:
-        """Count a propose for which the draft lacked so many tokens; with few of them its levels took most of it."""
-        if num_tokens >= TAKEN_IN_ROWS:
-            self.taken_in.observe(device_s / num_tokens)
+        """Count a propose for which the draft lacked a long text: so long that the tree's levels hardly matter."""
+        self.taken_in.observe(device_s / num_tokens)
 
     def take_in_s(self, num_tokens: int) -> float:
         """Return the seconds of the draft's device for so much text; 0 if nothing is known of it."""
         token, draft = self.taken_in, self.draft
         if token.is_observed or draft is None:
             return num_tokens * token.value
-        return num_tokens * draft.level.seconds(TAKEN_IN_ROWS) / TAKEN_IN_ROWS
+        return num_tokens * draft.level.seconds(LONG_TEXT) / LONG_TEXT
 
     @property
     def is_contended(self) -> bool:

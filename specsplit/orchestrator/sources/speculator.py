@@ -170,8 +170,8 @@ class Speculator:
     def observe_verify(self, result: RoundResult) -> None:
         """Count the times of a round that is not streamed: its verify, and its rest without waits for the draft."""
         waits, has_nodes = self.waits, bool(result.verdict.verified)
-        # Beside a draft that takes in a prompt nothing takes its usual time.
-        is_usual = not (self.draft and self.draft.is_busy and self.draft.contract.is_far_behind)
+        # Beside a draft that reads a long prompt nothing takes its usual time.
+        is_usual = not (self.draft and self.draft.is_busy and self.draft.contract.lacks_long_text)
         if result.number and self.stats.plans and is_usual and (has_nodes or self.stats.counts_plain):
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
             overhead_s = self._loop.time() - result.began_s - result.verify_s - waits.waited_s
