@@ -233,7 +233,6 @@ def load_worker(
     from specsplit.model.loader import load_model
 
     source, kv_memory = settings.model or EMBEDDED, parse_memory(settings.kv_memory)
-
     model = load_model(
         source,
         role=role,

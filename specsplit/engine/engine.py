@@ -95,7 +95,7 @@ class Engine:
 
     async def ping(self) -> Identity:
         # A chain's numerics changes with its stages.
-        runner, identity = self._model.runner, self._work.scheduler.budget.told_in(self._identity)
+        runner, identity = self._model.runner, self._work.scheduler.budget.with_times(self._identity)
         return replace(identity, exactness=runner.exactness, numerics=runner.numerics, revision=runner.revision)
 
     async def measure(self) -> None:

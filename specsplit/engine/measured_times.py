@@ -18,13 +18,13 @@ class MeasuredTimes:
     """The times that a worker tells, and paces its steps by; only the executor observes."""
 
     def __init__(self, step_times: tuple[tuple[int, float], ...], fork_s: float) -> None:
-        self.told = step_times, fork_s
+        self.times = step_times, fork_s
         """Seconds of a forward by its rows, ascending, and those of a further branch of its tree; replaced at once."""
         self.curve = StepTimes.from_start(step_times)
 
-    def told_in(self, identity: Identity) -> Identity:
+    def with_times(self, identity: Identity) -> Identity:
         """Return the worker's identity with its times."""
-        step_times, fork_s = self.told
+        step_times, fork_s = self.times
         return replace(identity, step_times=step_times, fork_s=fork_s)
 
     @property
@@ -40,12 +40,12 @@ class MeasuredTimes:
         believed_s = self.curve.seconds(rows)
         if seconds >= SLOW_START * believed_s:
             return False
-        step_times, fork_s = self.told
+        step_times, fork_s = self.times
         size, times = max(count for count in ROW_GRID if count <= rows), dict(step_times)
         if seconds >= times.get(size, math.inf):
             return False  # beyond its points the curve goes on too steeply, which says nothing of them
         times[size] = seconds
         # Branches were measured beside the same work.
-        self.told = tuple(sorted(times.items())), fork_s * seconds / believed_s
-        self.curve = StepTimes.from_start(self.told[0])
+        self.times = tuple(sorted(times.items())), fork_s * seconds / believed_s
+        self.curve = StepTimes.from_start(self.times[0])
         return True

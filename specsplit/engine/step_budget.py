@@ -42,9 +42,9 @@ class StepBudget:
         self._measured, self.quick_s = measured, measured.quick_s
         self.pace(measured.curve)
 
-    def told_in(self, identity: Identity) -> Identity:
+    def with_times(self, identity: Identity) -> Identity:
         """Return a worker's identity with what is known of its forwards' times."""
-        return self._measured.told_in(identity) if self._measured is not None else identity
+        return self._measured.with_times(identity) if self._measured is not None else identity
 
     def limits(self, task: Task) -> bool:
         """Whether a task that is alone in its step may have to be cut all the same."""

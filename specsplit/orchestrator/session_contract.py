@@ -92,7 +92,7 @@ class SessionContract:
     @property
     def num_missing(self) -> int:
         """Committed tokens that the worker is not known to hold."""
-        return len(self.history) - self.num_held
+        return len(self.history.ids) - self.num_held
 
     @property
     def is_far_behind(self) -> bool:
@@ -101,6 +101,7 @@ class SessionContract:
 
     @property
     def lacks_long_text(self) -> bool:
+        """Whether it lacks so much that the reading is weighed apart from its rounds."""
         return self.num_missing >= LONG_TEXT
 
     def next_turn(

@@ -111,7 +111,8 @@ class RoundPlanner:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
         plan = self._fixed
         if self._mode == "auto":
-            has_draft = has_draft and draft_room >= 1 and self._is_worth_taking_in(num_missing, room + 1)
+            is_worth_it = num_missing < LONG_TEXT or self._is_worth_taking_in(num_missing, room + 1)
+            has_draft = has_draft and draft_room >= 1 and is_worth_it
             plan = self._plan_auto(num_missing, has_draft=has_draft)
         if plan.budget is not None and plan.mode != "lookup":
             if draft_room < 1:
@@ -122,12 +123,12 @@ class RoundPlanner:
         return plan if plan.limit is None or plan.limit.max_depth <= room else _cut_plan(plan, room)
 
     def _is_worth_taking_in(self, num_tokens: int, num_left: int) -> bool:
-        """Return whether the draft is to take in so much text, for `num_left` tokens that the answer has at most.
+        """Return whether the draft is to take in a long text, for `num_left` tokens that the answer has at most.
 
         Where the two do not compute at the same time, all sessions of the target's steps wait for that.
         """
         times, modes = self._stats.times, self._modes[True]
-        if num_tokens < LONG_TEXT or times.verify is None:
+        if times.verify is None:
             return True
         if not times.is_contended and any(mode in CONCURRENT for mode in modes):
             return True

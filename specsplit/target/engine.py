@@ -79,7 +79,7 @@ class TargetEngine(Engine):
     def open_stream(self, turn: Turn, limits: StreamLimits) -> VerifyStream:
         """Begin to verify and commit by itself, from `turn` on; the slot is pinned while the stream is open."""
         verify = self.quotas.paced(turn, self.verify)
-        identity = self._work.scheduler.budget.told_in(self._identity)
+        identity = self._work.scheduler.budget.with_times(self._identity)
         return self.streams.open(turn, limits, verify, self.close, identity)
 
     async def score(

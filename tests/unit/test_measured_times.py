@@ -21,7 +21,7 @@ DISTURBED = ((1, 0.026), (5, 0.050), (17, 0.065))
 def test_a_quick_step_bounds_its_rows_and_fewer():
     measured = MeasuredTimes(DISTURBED, 0.004)
     assert measured.observe(5, 0.008)
-    step_times, fork_s = measured.told
+    step_times, fork_s = measured.times
     assert dict(step_times) == {**dict(DISTURBED), 5: 0.008}
     assert measured.curve.seconds(1) <= 0.008, "fewer rows take no longer"
     assert measured.curve.seconds(17) <= 4 * 0.008, "nor do more than as many such steps"
@@ -34,13 +34,13 @@ def test_steps_as_slow_as_measured_or_slower_change_nothing(rows: int):
     measured = MeasuredTimes(DISTURBED, 0.004)
     for factor in (0.8, 1.0, 9.0):
         assert not measured.observe(rows, factor * measured.curve.seconds(rows))
-    assert measured.told == (DISTURBED, 0.004)
+    assert measured.times == (DISTURBED, 0.004)
 
 
 def test_a_quick_prompt_does_not_make_a_plain_forward_dearer():
     measured = MeasuredTimes(((1, 0.004), (17, 0.010), (33, 0.017)), 0.0)
     assert not measured.observe(512, 0.060), "the last slope was too steep for so many rows"
-    assert dict(measured.told[0])[33] == 0.017
+    assert dict(measured.times[0])[33] == 0.017
     alone = MeasuredTimes(((1, 0.026),), 0.0)
     assert alone.observe(40, 0.012)
     assert alone.curve.seconds(1) == pytest.approx(0.012), "of a start of one size, too"
