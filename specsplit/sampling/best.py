@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specsplit.core.types import SamplingParams
+from specsplit.sampling.cuts import cut_row, kept_ids
 from specsplit.sampling.rows import nth_best_bound
-from specsplit.sampling.sparse_noise import LEAST, MOST, Floats, Indices, SparseNoise, gumbel
+from specsplit.sampling.sparse_noise import LEAST, MOST, Floats, Indices, SparseNoise, Words, gumbel
 
 Logits = NDArray[np.float32]
 Best = tuple[list[int], list[float]]
@@ -44,6 +46,32 @@ def best_sums(rows: Logits, temperature: float, noise: SparseNoise, positions: S
             _Search(row, temperature, noise, position).best(count)
             for row, position in zip(rows, positions, strict=True)
         ]
+
+
+def best_within_cuts(
+    rows: Logits, params: SamplingParams, noise: SparseNoise, positions: Sequence[int], count: int
+) -> list[Best]:
+    """Return `best_sums` of the logits that `cuts.cut` leaves of rows [N, V]."""
+    return [
+        _best_within_cuts(row, params, noise, position, count) for row, position in zip(rows, positions, strict=True)
+    ]
+
+
+def _best_within_cuts(row: Logits, params: SamplingParams, noise: SparseNoise, position: int, count: int) -> Best:
+    ids = kept_ids(row, params)
+    if ids is not None and len(ids) * _POOL_SHARE <= len(row):
+        return best_of_kept(ids, row.take(ids), params.temperature, noise.hashes(position, ids), count)
+    return best_sums(cut_row(row, ids, params)[None], params.temperature, noise, [position], count)[0]
+
+
+def best_of_kept(ids: Indices, logits: Logits, temperature: float, hashes: Words, count: int) -> Best:
+    """Return the best sums of logits and of the noise that hashes make, among them the row's maximum."""
+    sums = logits.astype(np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf
+        sums -= sums.max()
+        sums /= temperature
+    sums += gumbel(hashes)
+    return ranked(ids, sums, count)
 
 
 def best_by_scans(row: NDArray[Any], count: int) -> Best:

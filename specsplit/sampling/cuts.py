@@ -20,10 +20,12 @@ from specsplit.sampling.rows import as_array, nth_best, tensor_over
 COLDEST = 1e-30
 _ROUNDING = 1e-9
 """Far above what the order of a sum in float64 does to it."""
-_NEAR = 26.0
-"""Tokens so many nats below the best are so unlikely that, all together, they hardly ever decide a border."""
-_LARGE_SHARE = 16
-"""Up to a sixteenth of the vocabulary the tokens near the best are worth a look of their own."""
+_FLOAT32_ROUNDING = 3e-6
+"""Above what a sum of numpy's is off in float32: it adds few numbers in a row, then their sums in pairs."""
+_FAR, _FEW = 16.0, 1024
+"""Where few tokens are at most so many nats below the best, the mass of all others seldom decides a border."""
+_LIKELY, _UNLIKELY = 1e-3, 2e-6
+"""Tokens of at least that probability mostly make up a nucleus, and where logits are nearly level."""
 
 Logits = NDArray[np.float32]
 Indices = NDArray[np.intp]
@@ -37,15 +39,16 @@ def cut(logits: Tensor, params: SamplingParams) -> Tensor:
     if not logits.is_cpu:
         return cut_by_sorting(logits, params)
     rows = as_array(logits)
-    result = np.full(rows.shape, -np.inf, np.float32)
-    for index, row in enumerate(rows):
-        with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf
-            kept = _kept(row, params)
-        if kept is None:
-            result[index] = cut_by_sorting(torch.from_numpy(rows[index : index + 1]), params).numpy()[0]
-        else:
-            result[index, kept] = row.take(kept)
-    return tensor_over(result)
+    return tensor_over(np.stack([cut_row(row, kept_ids(row, params), params) for row in rows]))
+
+
+def cut_row(row: Logits, kept: Indices | None, params: SamplingParams) -> Logits:
+    """Return `cut` of one row [V], of which `kept_ids` said `kept`."""
+    if kept is None:
+        return cut_by_sorting(torch.from_numpy(row[None]), params).numpy()[0]
+    result = np.full_like(row, -np.inf)
+    result[kept] = row.take(kept)
+    return result
 
 
 def cut_by_sorting(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -94,9 +97,14 @@ def _nucleus(logits: Tensor, ranked: Tensor, lowest: Tensor, params: SamplingPar
     return border, at_border & (at_border.cumsum(dim=-1) > room)
 
 
+def kept_ids(row: Logits, params: SamplingParams) -> Indices | None:
+    """Return the ids, which ascend, that `cut_by_sorting` keeps of one row [V]; None if it takes a sort to say."""
+    with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf
+        return _kept(row, params)
+
+
 def _kept(row: Logits, params: SamplingParams) -> Indices | None:
-    """Return the ids that `cut_by_sorting` keeps of one row [V]; None if it takes a sort to say."""
-    top = row.max()
+    top = row[row.argmax()]
     if not math.isfinite(top):
         return None
     lowest = np.float32(-np.inf)
@@ -109,46 +117,9 @@ def _kept(row: Logits, params: SamplingParams) -> Indices | None:
     else:
         return np.flatnonzero(row >= lowest)
     if params.top_p < 1:
-        ids = _nucleus_ids(row, ids, top, params)
+        nucleus = _Nucleus(row, top, params)
+        ids = nucleus.of_all() if ids is None else nucleus.among(ids)
     return ids if ids is None or params.min_p == 0 else ids[row.take(ids) >= lowest]
-
-
-def _nucleus_ids(row: Logits, ids: Indices | None, top: Any, params: SamplingParams) -> Indices | None:
-    """Return the smallest set of likeliest tokens whose mass reaches `top_p`, among `ids` or else all.
-
-    Of equal logits the lower ids come first. None if it depends on the last digits of a sum.
-    """
-    temperature = np.float32(max(params.temperature, COLDEST))
-    if ids is None:
-        near_ids = _near_nucleus_ids(row, top, temperature, params.top_p)
-        if near_ids is not None:
-            return near_ids
-        # What is far too unlikely has less than half of the mass that may be left out, all of it together.
-        weights = _weights(row, top, temperature)
-        total = torch.from_numpy(weights).sum(dtype=torch.float64).item()
-        ids = np.flatnonzero(weights >= 0.5 * (1 - params.top_p) * total / len(row))
-        logits = row.take(ids)
-        mass = _mass(logits, top, temperature)
-    else:
-        logits = row.take(ids)
-        mass = _mass(logits, top, temperature)
-        total = mass[-1].item()
-    size = size_of(mass, params.top_p * total, params.top_p * total)
-    return None if size is None else _likeliest(ids, logits, size)
-
-
-def _near_nucleus_ids(row: Logits, top: Any, temperature: Any, top_p: float) -> Indices | None:
-    """Return `_nucleus_ids` from the tokens near the best; None if they are many, or do not decide it."""
-    is_near = row >= top - np.float32(_NEAR) * temperature
-    if np.count_nonzero(is_near) * _LARGE_SHARE > len(row):
-        return None
-    ids = np.flatnonzero(is_near)
-    logits = row.take(ids)
-    mass = _mass(logits, top, temperature)
-    # The mass of all others is not summed, only bounded; one nat is far above what rounding does to it.
-    total, rest = mass[-1].item(), len(row) * math.exp(1 - _NEAR)
-    size = size_of(mass, top_p * total, top_p * (total + rest))
-    return None if size is None else _likeliest(ids, logits, size)
 
 
 def size_of(mass: NDArray[np.float64], least: float, most: float) -> int | None:
@@ -167,11 +138,59 @@ def _likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
     return ids[above | at_border]
 
 
-def _mass(logits: Logits, top: Any, temperature: Any) -> NDArray[np.float64]:
-    """Return the mass of each token and those before it, from the best logit down."""
-    return np.cumsum(_weights(np.sort(logits)[::-1], top, temperature), dtype=np.float64)
+class _Nucleus:
+    """The smallest set of one row's likeliest tokens whose mass reaches `top_p`; of equal logits the lower ids first.
 
+    An answer is None if it depends on what is not known of the mass, be it the last digits of a sum.
+    """
 
-def _weights(logits: Logits, top: Any, temperature: Any) -> Logits:
-    # By torch, whose exponential differs from numpy's in the last bit.
-    return torch.from_numpy((logits - top) / temperature).exp_().numpy()
+    def __init__(self, row: Logits, top: Any, params: SamplingParams) -> None:
+        self._row, self._top, self._top_p = row, top, params.top_p
+        self._temperature = np.float32(max(params.temperature, COLDEST))
+
+    def of_all(self) -> Indices | None:
+        """Return it among all tokens."""
+        row = self._row
+        is_near = row >= self._top - np.float32(_FAR) * self._temperature
+        if np.count_nonzero(is_near) <= _FEW:
+            # One nat is far above what rounding does to the bound of the others.
+            found = self._among(np.flatnonzero(is_near), None, len(row) * math.exp(1 - _FAR))
+            if found is not None:
+                return found
+        weights = self._scaled(row)
+        total = np.exp(weights, out=weights).sum().item()
+        found = self._among(np.flatnonzero(weights >= _LIKELY * total), total, _FLOAT32_ROUNDING * total)
+        return self._among_unlikely() if found is None else found
+
+    def _among_unlikely(self) -> Indices | None:
+        """Return `of_all` where it has many tokens, or hangs on a digit."""
+        weights = self._weights(self._row)
+        total = torch.from_numpy(weights).sum(dtype=torch.float64).item()
+        # What is less likely than that has less than half of the mass that may be left out, all of it together.
+        lowest = 0.5 * (1 - self._top_p) / len(weights)
+        for probability in (max(lowest, _UNLIKELY), lowest):
+            found = self._among(np.flatnonzero(weights >= probability * total), total)
+            if found is not None:
+                return found
+        return None
+
+    def among(self, ids: Indices) -> Indices | None:
+        """Return it among `ids`, which ascend, as if there were no other tokens."""
+        return self._among(ids, None)
+
+    def _among(self, ids: Indices, total: float | None, slack: float = 0.0) -> Indices | None:
+        """Return it among `ids`; the mass of all tokens is `total`, else theirs, and at most `slack` off that."""
+        logits = self._row.take(ids)
+        mass = np.cumsum(self._weights(np.sort(logits)[::-1]), dtype=np.float64)
+        middle: float = mass[-1].item() if total is None else total
+        size = size_of(mass, self._top_p * (middle - slack), self._top_p * (middle + slack))
+        return None if size is None else _likeliest(ids, logits, size)
+
+    def _weights(self, logits: Logits) -> Logits:
+        # By torch, as in `cut_by_sorting`: its exponential differs from numpy's in the last bit.
+        return torch.from_numpy(self._scaled(logits)).exp_().numpy()
+
+    def _scaled(self, logits: Logits) -> Logits:
+        scaled = logits - self._top
+        scaled /= self._temperature
+        return scaled

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specsplit.core.tree import depths, path_to
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
-from specsplit.sampling.best import Best, best_sums
+from specsplit.sampling.best import Best, best_sums, best_within_cuts
 from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
@@ -39,9 +39,10 @@ class Sampler:
         self._noise = None if sampling.is_greedy else NoiseRows(params.seed, params.choice, vocab_size, device)
         self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
         self._uncut: SamplingParams | None = None
-        """Without the cuts, where a shortlist makes them."""
-        if device.type != "cpu" and has_shortlist(sampling, vocab_size):
-            self._uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+        """Without the cuts, where they are made while the best are looked for."""
+        uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+        if (uncut != sampling) if device.type == "cpu" else has_shortlist(sampling, vocab_size):
+            self._uncut = uncut
         self.needs_paths = self._counts is not None
         self.search = search_of(sampling, params.seed, params.choice) if device.type != "cpu" else None
         """Asks a GPU for the best of the session's rows as it computes them."""
@@ -106,7 +107,9 @@ class Sampler:
             return None
         positions = [len(committed) + depth for depth in depths]
         if logits.is_cpu:
-            rows = as_array(self._processed(logits, committed, paths))
+            rows = as_array(self._processed(logits, committed, paths, self._uncut))
+            if self._uncut is not None:
+                return best_within_cuts(rows, sampling, noise, positions, count)
             return best_sums(rows, sampling.temperature, noise, positions, count)
         found = found_in(logits)
         best = found.noisy(sampling, noise, positions, count) if found is not None else None

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specsplit.core.types import SamplingParams
-from specsplit.sampling.best import Best, Logits, ranked
+from specsplit.sampling.best import Best, Logits, best_of_kept
 from specsplit.sampling.cuts import COLDEST, Indices, size_of
-from specsplit.sampling.sparse_noise import SparseNoise, gumbel
+from specsplit.sampling.sparse_noise import SparseNoise
 
 LENGTH = 1024
 _ROUNDING = 1e-6
@@ -56,12 +56,8 @@ def _best(row: Logits, params: SamplingParams, noise: SparseNoise, position: int
     kept = _kept(values, ids, row[-1].item(), params)
     if kept is None:
         return None
-    kept_ids, sums = ids[kept].astype(np.intp), values[kept].astype(np.float64)
-    with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf
-        sums -= values[0]
-        sums /= params.temperature
-    sums += gumbel(noise.hashes(position, kept_ids))
-    return ranked(kept_ids, sums, count)
+    kept_ids = ids[kept].astype(np.intp)
+    return best_of_kept(kept_ids, values[kept], params.temperature, noise.hashes(position, kept_ids), count)
 
 
 def _kept(values: Logits, ids: Logits, total: float, params: SamplingParams) -> Indices | None:
