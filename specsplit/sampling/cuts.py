@@ -24,7 +24,7 @@ _FLOAT32_ROUNDING = 3e-6
 """Above what a sum of numpy's is off in float32: it adds few numbers in a row, then their sums in pairs."""
 _FAR, _FEW = 16.0, 1024
 """Where few tokens are at most so many nats below the best, the mass of all others seldom decides a border."""
-_LIKELY, _UNLIKELY = 1e-3, 2e-6
+_LIKELY, _UNLIKELY = 1e-4, 2e-6
 """Tokens of at least that probability mostly make up a nucleus, and where logits are nearly level."""
 
 Logits = NDArray[np.float32]
