@@ -22,8 +22,10 @@ _ROUNDING = 1e-9
 """Far above what the order of a sum in float64 does to it."""
 _FLOAT32_ROUNDING = 3e-6
 """Above what a sum of numpy's is off in float32: it adds few numbers in a row, then their sums in pairs."""
-_FAR, _FEW = 16.0, 1024
-"""Where few tokens are at most so many nats below the best, the mass of all others seldom decides a border."""
+_HEIGHT = 16
+"""Tokens of a column, of which the best one bounds the others."""
+_NEAR, _FEW = 10.0, 512
+"""Where the best of few columns are at most so many nats below the row's, others seldom decide a border."""
 _LIKELY, _UNLIKELY = 1e-4, 2e-6
 """Tokens of at least that probability mostly make up a nucleus, and where logits are nearly level."""
 
@@ -128,14 +130,13 @@ def size_of(mass: NDArray[np.float64], least: float, most: float) -> int | None:
     return first + 1 if first == last < len(mass) else None
 
 
-def _likeliest(ids: Indices, logits: Logits, size: int) -> Indices:
-    """Return the `size` likeliest of some tokens, of equal ones the first."""
-    border = np.partition(logits, len(logits) - size)[len(logits) - size]
-    above, at_border = logits > border, logits == border
-    room = size - np.count_nonzero(above)
-    if room < np.count_nonzero(at_border):
-        at_border[np.flatnonzero(at_border)[room:]] = False
-    return ids[above | at_border]
+def _are_largest(logits: Logits, border: Any, size: int) -> NDArray[np.bool_]:
+    """Return which of some logits are the `size` largest, whose least is `border`; of equal ones the first are."""
+    are_largest = logits >= border
+    surplus = np.count_nonzero(are_largest) - size
+    if surplus:
+        are_largest[np.flatnonzero(logits == border)[-surplus:]] = False
+    return are_largest
 
 
 class _Nucleus:
@@ -150,17 +151,42 @@ class _Nucleus:
 
     def of_all(self) -> Indices | None:
         """Return it among all tokens."""
-        row = self._row
-        is_near = row >= self._top - np.float32(_FAR) * self._temperature
-        if np.count_nonzero(is_near) <= _FEW:
-            # One nat is far above what rounding does to the bound of the others.
-            found = self._among(np.flatnonzero(is_near), None, len(row) * math.exp(1 - _FAR))
+        for look in (self._among_near_columns, self._among_likely, self._among_unlikely):
+            found = look()
             if found is not None:
                 return found
-        weights = self._scaled(row)
+        return None
+
+    def among(self, ids: Indices, least_rest: float = 0.0, most_rest: float = 0.0) -> Indices | None:
+        """Return it among `ids`, which ascend; all other tokens have a mass from `least_rest` to `most_rest`."""
+        logits = self._row.take(ids)
+        ranked = np.sort(logits)[::-1]
+        mass = np.cumsum(self._weights(ranked), dtype=np.float64)
+        own = mass[-1].item() if len(ids) else 0.0
+        size = size_of(mass, self._top_p * (own + least_rest), self._top_p * (own + most_rest))
+        return None if size is None else ids[_are_largest(logits, ranked[size - 1], size)]
+
+    def _among_near_columns(self) -> Indices | None:
+        """Return it among the tokens of a few columns of the row, since the best of each other bounds its mass."""
+        width, surplus = divmod(len(self._row), _HEIGHT)
+        if surplus:
+            return None
+        weights = self._scaled(self._row.reshape(_HEIGHT, width).max(axis=0))
+        columns = np.flatnonzero(weights >= -_NEAR)
+        if len(columns) > _FEW:
+            return None
+        np.exp(weights, out=weights)
+        weights[columns] = 0
+        most_rest = _HEIGHT * weights.sum().item() * (1 + _FLOAT32_ROUNDING)
+        return self.among((columns + width * np.arange(_HEIGHT)[:, None]).ravel(), 0.0, most_rest)
+
+    def _among_likely(self) -> Indices | None:
+        """Return it among the tokens that are likely, where these have enough of the mass."""
+        weights = self._scaled(self._row)
         total = np.exp(weights, out=weights).sum().item()
-        found = self._among(np.flatnonzero(weights >= _LIKELY * total), total, _FLOAT32_ROUNDING * total)
-        return self._among_unlikely() if found is None else found
+        ids = np.flatnonzero(weights >= _LIKELY * total)
+        rest = total - weights.take(ids).sum().item()
+        return self.among(ids, rest - _FLOAT32_ROUNDING * total, rest + _FLOAT32_ROUNDING * total)
 
     def _among_unlikely(self) -> Indices | None:
         """Return `of_all` where it has many tokens, or hangs on a digit."""
@@ -169,22 +195,12 @@ class _Nucleus:
         # What is less likely than that has less than half of the mass that may be left out, all of it together.
         lowest = 0.5 * (1 - self._top_p) / len(weights)
         for probability in (max(lowest, _UNLIKELY), lowest):
-            found = self._among(np.flatnonzero(weights >= probability * total), total)
+            ids = np.flatnonzero(weights >= probability * total)
+            rest = total - weights.take(ids).sum(dtype=np.float64).item()
+            found = self.among(ids, rest, rest)
             if found is not None:
                 return found
         return None
-
-    def among(self, ids: Indices) -> Indices | None:
-        """Return it among `ids`, which ascend, as if there were no other tokens."""
-        return self._among(ids, None)
-
-    def _among(self, ids: Indices, total: float | None, slack: float = 0.0) -> Indices | None:
-        """Return it among `ids`; the mass of all tokens is `total`, else theirs, and at most `slack` off that."""
-        logits = self._row.take(ids)
-        mass = np.cumsum(self._weights(np.sort(logits)[::-1]), dtype=np.float64)
-        middle: float = mass[-1].item() if total is None else total
-        size = size_of(mass, self._top_p * (middle - slack), self._top_p * (middle + slack))
-        return None if size is None else _likeliest(ids, logits, size)
 
     def _weights(self, logits: Logits) -> Logits:
         # By torch, as in `cut_by_sorting`: its exponential differs from numpy's in the last bit.

@@ -153,6 +153,22 @@ def test_a_nucleus_that_ends_between_equals_keeps_the_lower_ids(top_p: float) ->
         assert torch.equal(cut(logits, params), cut_by_sorting(logits, params))
 
 
+@pytest.mark.parametrize("vocab_size", [151_936, 32_002])
+@pytest.mark.parametrize("spread", [0.3, 1, 2, 3.5, 5, 8])
+def test_a_nucleus_is_found_however_flat_logits_are(vocab_size: int, spread: float) -> None:
+    """Half precision makes many of them equal, as many at the border as elsewhere."""
+    rows = np.random.default_rng(3).standard_normal((2, vocab_size)).astype(np.float32) * np.float32(spread)
+    logits = torch.from_numpy(rows).bfloat16()
+    for top_p, min_p in ((0.5, 0.0), (0.9, 0.0), (0.9, 0.02), (0.999, 0.0)):
+        params = SamplingParams(temperature=0.7, top_p=top_p, min_p=min_p)
+        left = cut_by_sorting(logits.float(), params)
+        assert torch.equal(cut(logits.float(), params), left)
+        sampler = Sampler(SessionParams(sampling=params, seed=5), vocab_size, torch.device("cpu"))
+        everything = scores(left, 0.7, gumbel_rows(5, 0, 40, 2, vocab_size))
+        assert sampler.picks(logits, [0] * 40, [0, 1], None) == picked_ids(everything)
+        assert list(sampler.best(logits, [0] * 40, [0, 1], None, 3)) == list(best_of_rows(everything, 3))
+
+
 @pytest.mark.parametrize(("share", "num_kept"), [(0.5, 2), (2.0, 1)])
 def test_a_nucleus_that_the_mass_of_all_others_decides_counts_them(share: float, num_kept: int) -> None:
     """The border lies where it depends on tokens that are far too unlikely to be looked at one by one."""
