@@ -39,6 +39,7 @@ def real_shapes(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     parts: Annotated[bool, typer.Option(help="Also measure where a round's time goes.")] = True,
     loading: Annotated[bool, typer.Option(help="Measure load time and memory instead of rates.")] = False,
+    reading: Annotated[bool, typer.Option(help="Measure time and memory of long prompts instead.")] = False,
     formats: Annotated[
         str | None, typer.Option(help="Measure forwards of the target in these formats instead; the first is the base.")
     ] = None,
@@ -68,6 +69,8 @@ def real_shapes(
     tell = partial(console.print, markup=False)
     if formats is not None:
         found = measure.run_formats(settings, parse_names(formats), tell)
+    elif reading:
+        found = measure.run_reading(settings, tell)
     else:
         found = measure.run_loading(settings, tell) if loading else measure.run(settings, tell)
     for cell in found.get("cells", ()):

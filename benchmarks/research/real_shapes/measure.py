@@ -14,7 +14,7 @@ from benchmarks.agreement import differences
 from benchmarks.environment import Neighbours
 from benchmarks.processes import Child
 from benchmarks.research.real_shapes import formats as forward_formats
-from benchmarks.research.real_shapes import loading
+from benchmarks.research.real_shapes import loading, reading
 from benchmarks.research.real_shapes.make import made_pair
 from benchmarks.research.real_shapes.serving import BARE, OUR_MODES, THEIR_WAYS, OurModes, TheirWays
 from benchmarks.research.real_shapes.shapes import find_shape
@@ -235,6 +235,26 @@ def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
         [each["ours"]["rss_bytes"] / (each["weight_bytes"] + each["import"]["rss_bytes"]) for each in rounds]
     )
     return {"loading": rounds, "load_ratio": ratio.to_dict(), "rss_ratio": rss.to_dict()}
+
+
+def run_reading(settings: RealShapeSettings, tell: Tell) -> Record:
+    """Make the pair if need be; measure time and memory of plain decoding behind prompts of each length."""
+    made = made_pair(
+        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
+    )
+    pair = Pair(made.target, None, "bf16", settings.device)
+    neighbours = Neighbours([])
+    rounds: list[Record] = []
+    for number in range(settings.num_rounds):
+        for length in settings.contexts:
+            found = reading.measure(pair, make_task(settings, length, 0.0, number), settings.threads, _ROOM)
+            loaded, work = (found[name] / 2**20 for name in ("loaded_bytes", "work_bytes"))
+            tell(
+                f"context {length}: first token {found['ttft_s']:.1f} s, then {found['tokens_per_s']:.1f} tokens/s;"
+                f" {loaded:.0f} MiB after the load, and at the most {work:.0f} beside these and keys and values"
+            )
+            rounds.append(found)
+    return {"reading": rounds, "neighbours_share": neighbours.share()}
 
 
 def run_formats(settings: RealShapeSettings, formats: Sequence[str], tell: Tell) -> Record:
