@@ -110,6 +110,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     require_worker_extra()
     from specsplit.model.cores import num_cores
     from specsplit.model.loader import load_model
+    from specsplit.model.memory import promised
 
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
@@ -136,19 +137,17 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         raise ModelDamaged(f"{target.name} has no tokenizer files; add its tokenizer.json.")
     if draft_source is None:
         return Models(target, None)
-    draft = _load_draft(
-        draft_source,
-        settings,
-        _part(progress, "draft", share, share),
-        {
-            # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
-            "threads": 1 if settings.runs_side_by_side else target.threads,
-            "default_context": target.context,
-            "max_sessions": target.max_sessions,
-            # A draft beside a target that counts its rows holds as many.
-            "kv_rows": target.runner.cache.row_limit if settings.target.kv_memory is not None else None,
-        },
-    )
+    cache = target.runner.cache
+    fallback: LoadOptions = {
+        # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
+        "threads": 1 if settings.runs_side_by_side else target.threads,
+        "default_context": target.context,
+        "max_sessions": target.max_sessions,
+        # A draft beside a target that counts its rows holds as many.
+        "kv_rows": cache.row_limit if settings.target.kv_memory is not None else None,
+    }
+    with promised(cache.promised_bytes):
+        draft = _load_draft(draft_source, settings, _part(progress, "draft", share, share), fallback)
     check_vocabularies(target.identity, draft.identity)
     return Models(target, draft)
 
@@ -280,13 +279,17 @@ def load_worker_pair(
     """
     check_worker("draft", draft_settings)  # a large target takes minutes before it is the draft's turn
     target = load_worker("target", settings, _part(progress, "target", 0.0, 0.5))
-    draft = load_worker(
-        "draft",
-        draft_settings.model_copy(update={"threads": target.threads}),
-        _part(progress, "draft", 0.5, 0.5),
-        default_context=target.context,
-        kv_rows=target.runner.cache.row_limit if settings.kv_memory is not None else None,
-    )
+    from specsplit.model.memory import promised
+
+    cache = target.runner.cache
+    with promised(cache.promised_bytes):
+        draft = load_worker(
+            "draft",
+            draft_settings.model_copy(update={"threads": target.threads}),
+            _part(progress, "draft", 0.5, 0.5),
+            default_context=target.context,
+            kv_rows=cache.row_limit if settings.kv_memory is not None else None,
+        )
     check_vocabularies(target.identity, draft.identity)
     return target, draft
 

@@ -69,6 +69,12 @@ class KVCache:
         return sum(block.numel() * block.element_size() for block in self._blocks.values())
 
     @property
+    def promised_bytes(self) -> int:
+        """The memory that rows take when they are written and have not taken before: all of it on a CPU."""
+        is_lazy = all(block.device.type == "cpu" for block in self._blocks.values())
+        return self.row_limit * self.row_bytes if is_lazy else 0
+
+    @property
     def can_return(self) -> bool:
         """Whether rows can be given back."""
         return all(space.can_return for space in self._spaces)

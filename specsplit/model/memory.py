@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -19,8 +21,21 @@ _OPTIONAL = 0.25
 _EXHAUSTED = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 
 
+_promised = ContextVar("promised", default=0)
+
+
+@contextmanager
+def promised(num_bytes: int) -> Generator[None]:
+    """In here a CPU has so much less memory: rows of another model take theirs only when they are written."""
+    token = _promised.set(num_bytes)
+    try:
+        yield
+    finally:
+        _promised.reset(token)
+
+
 def available_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, None if nothing says how much that is."""
+    """Return the free memory of a device that is not promised, None if nothing says how much that is."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -28,7 +43,7 @@ def available_bytes(device: torch.device) -> int | None:
     except OSError:
         return None
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*found, *unused_bytes()]) if found else None
+    return max(0, min([*found, *unused_bytes()]) - _promised.get()) if found else None
 
 
 def is_exhausted(error: BaseException) -> bool:

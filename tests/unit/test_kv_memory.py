@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specsplit.assembly.models import load_worker, load_worker_pair
 from specsplit.core.errors import ContextExceeded, InvalidSettings, OutOfMemory
+from specsplit.core.sections import DraftSettings, TargetSettings
 from specsplit.core.types import Identity, Proposal, SamplingParams
 from specsplit.model import memory
 from specsplit.model.address_space import AddressSpace
@@ -233,3 +235,20 @@ def test_where_many_sessions_do_not_fit_the_error_says_how_many_do(monkeypatch: 
     memory.require_kv(1 << 10, 768, 128, 1, CPU)
     with pytest.raises(OutOfMemory, match=r"free; use a smaller model\.$"):
         memory.require_kv(1 << 30, 128, 128, 3, CPU)
+
+
+def test_a_draft_beside_its_target_finds_what_that_was_not_promised(monkeypatch: pytest.MonkeyPatch):
+    """Rows take memory as they are written, so a target's look free to the draft that is loaded next."""
+    alone = {"model": "embedded", "context": 1024, "sessions": 4, "record": False, "threads": 1}
+    target = TargetSettings.model_validate(alone)
+    needed = load_worker("target", target).runner.cache.promised_bytes
+    assert needed > 0
+    free = [int(needed * 1.6)]
+    monkeypatch.setattr(memory, "unused_bytes", lambda: free)
+    as_large = DraftSettings.model_validate({**alone, "context": None, "kv_memory": f"{needed // 1024}KiB"})
+    load_worker("draft", as_large)
+    with pytest.raises(OutOfMemory, match="more than cpu has free"):
+        load_worker_pair(target, as_large)
+    free[0] = int(needed * 2.2)
+    _, draft = load_worker_pair(target, as_large)
+    assert draft.runner.cache.promised_bytes <= needed
