@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import Neighbours
 from benchmarks.peers.ours import InProcess, OnLoop
 from benchmarks.processes import Child
 from benchmarks.settings import Pair, ServedMode
@@ -51,20 +52,22 @@ class PlainTarget(InProcess):
 
 def measure(pair: Pair, task: Task, threads: int, room: int) -> Record:
     """Answer one prompt in a process of its own; `work_bytes` is what it held at the most beside the loaded model."""
-    context = len(task.prompt_ids) + task.max_new_tokens + room
+    context = len(task.prompt_ids) + task.num_tokens + room
     with Child("plain decoding", partial(PlainTarget, threads, pair, context)) as child:
         [system] = child.wait_systems()
         loaded = child.ask("memory")
+        neighbours = Neighbours([child.pid])
         sample = system.generate(task)
         read = child.ask("memory")
     assert sample.ttft_s is not None, "our systems tell when the first token came"
     return {
         "context": len(task.prompt_ids),
         "ttft_s": sample.ttft_s,
-        "tokens_per_s": (task.max_new_tokens - 1) / (sample.wall_s - sample.ttft_s),
+        "tokens_per_s": (task.num_tokens - 1) / (sample.wall_s - sample.ttft_s),
         "weight_bytes": loaded["weight_bytes"],
         "kv_bytes": loaded["kv_bytes"],
         "loaded_bytes": loaded["rss_bytes"],
         "peak_bytes": read["peak_bytes"],
+        "neighbours_share": neighbours.share(),
         "work_bytes": read["peak_bytes"] - loaded["rss_bytes"] - read["kv_bytes"],
     }
