@@ -253,7 +253,7 @@ def run_reading(settings: RealShapeSettings, tell: Tell) -> Record:
                 f" {loaded:.0f} MiB after the load, and at the most {work:.0f} beside these and keys and values"
             )
             rounds.append(found)
-    return {"reading": rounds, "neighbours_share": max(each["neighbours_share"] for each in rounds)}
+    return {"reading": rounds, "neighbours_share": max(each["neighbours_share"] or 0.0 for each in rounds)}
 
 
 def run_formats(settings: RealShapeSettings, formats: Sequence[str], tell: Tell) -> Record:

@@ -58,6 +58,7 @@ def measure(pair: Pair, task: Task, threads: int, room: int) -> Record:
         loaded = child.ask("memory")
         neighbours = Neighbours([child.pid])
         sample = system.generate(task)
+        neighbours_share = neighbours.share()
         read = child.ask("memory")
     assert sample.ttft_s is not None, "our systems tell when the first token came"
     return {
@@ -68,6 +69,6 @@ def measure(pair: Pair, task: Task, threads: int, room: int) -> Record:
         "kv_bytes": loaded["kv_bytes"],
         "loaded_bytes": loaded["rss_bytes"],
         "peak_bytes": read["peak_bytes"],
-        "neighbours_share": neighbours.share(),
+        "neighbours_share": neighbours_share,
         "work_bytes": read["peak_bytes"] - loaded["rss_bytes"] - read["kv_bytes"],
     }
