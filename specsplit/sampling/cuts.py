@@ -169,7 +169,9 @@ class _Nucleus:
     def _among_near_columns(self) -> Indices | None:
         """Return it among the tokens of a few columns of the row, since the best of each other bounds its mass."""
         width, surplus = divmod(len(self._row), _HEIGHT)
-        if surplus:
+        # A token of another column that is likelier than the border's would by itself leave the border open: `top_p` of
+        # what its column may have is more than the border's token has.
+        if surplus or self._top_p * _HEIGHT < 1:
             return None
         weights = self._scaled(self._row.reshape(_HEIGHT, width).max(axis=0))
         columns = np.flatnonzero(weights >= -_NEAR)
