@@ -187,7 +187,7 @@ class _Nucleus:
         weights = self._scaled(self._row)
         total = np.exp(weights, out=weights).sum().item()
         ids = np.flatnonzero(weights >= _LIKELY * total)
-        rest = total - weights.take(ids).sum().item()
+        rest = total - weights.take(ids).sum(dtype=np.float64).item()
         return self.among(ids, rest - _FLOAT32_ROUNDING * total, rest + _FLOAT32_ROUNDING * total)
 
     def _among_unlikely(self) -> Indices | None:
