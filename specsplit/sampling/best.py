@@ -65,7 +65,7 @@ def _best_within_cuts(row: Logits, params: SamplingParams, noise: SparseNoise, p
 
 
 def best_of_kept(ids: Indices, logits: Logits, temperature: float, hashes: Words, count: int) -> Best:
-    """Return the best sums of logits and of the noise that hashes make, among them the row's maximum."""
+    """Return `best_sums` of the tokens `ids` alone. Their logits include the row's best; `hashes` is used up."""
     sums = logits.astype(np.float64)
     with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf
         sums -= sums.max()

@@ -21,27 +21,34 @@ COLDEST = 1e-30
 _ROUNDING = 1e-9
 """Far above what the order of a sum in float64 does to it."""
 _FLOAT32_ROUNDING = 3e-6
-"""Above what a sum of numpy's is off in float32: it adds few numbers in a row, then their sums in pairs."""
+"""Above what numpy's exponential and its sums are off in float32: it adds few numbers in a row, then sums in pairs."""
 _HEIGHT = 16
 """Tokens of a column, of which the best one bounds the others."""
 _NEAR, _FEW = 10.0, 512
-"""Where the best of few columns are at most so many nats below the row's, others seldom decide a border."""
+"""Columns are looked at whose best is at most so many nats below the row's, if they are no more than 512."""
 _LIKELY, _UNLIKELY = 1e-4, 2e-6
-"""Tokens of at least that probability mostly make up a nucleus, and where logits are nearly level."""
+"""The least probability of the tokens that are looked at next, and of those behind them."""
 
 Logits = NDArray[np.float32]
 Indices = NDArray[np.intp]
 
 
+def has_cuts(params: SamplingParams, vocab_size: int) -> bool:
+    """Return whether top-k, top-p or min-p may cut a token of such a vocabulary."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
+
+
 def cut(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return float32 logits [N, V] with -inf in place of each that is cut; the input itself if there is no cut."""
-    has_top_k = 0 < params.top_k < logits.shape[-1]
-    if not has_top_k and params.top_p == 1 and params.min_p == 0:
+    if not has_cuts(params, logits.shape[-1]):
         return logits
     if not logits.is_cpu:
         return cut_by_sorting(logits, params)
     rows = as_array(logits)
-    return tensor_over(np.stack([cut_row(row, kept_ids(row, params), params) for row in rows]))
+    result = np.empty(rows.shape, np.float32)
+    for row, left in zip(rows, result, strict=True):
+        left[:] = cut_row(row, kept_ids(row, params), params)
+    return tensor_over(result)
 
 
 def cut_row(row: Logits, kept: Indices | None, params: SamplingParams) -> Logits:
@@ -142,7 +149,7 @@ def _are_largest(logits: Logits, border: Any, size: int) -> NDArray[np.bool_]:
 class _Nucleus:
     """The smallest set of one row's likeliest tokens whose mass reaches `top_p`; of equal logits the lower ids first.
 
-    An answer is None if it depends on what is not known of the mass, be it the last digits of a sum.
+    A method returns None where what it knows of the mass leaves the nucleus' border open.
     """
 
     def __init__(self, row: Logits, top: Any, params: SamplingParams) -> None:
@@ -150,7 +157,7 @@ class _Nucleus:
         self._temperature = np.float32(max(params.temperature, COLDEST))
 
     def of_all(self) -> Indices | None:
-        """Return it among all tokens."""
+        """Return the nucleus of the row."""
         for look in (self._among_near_columns, self._among_likely, self._among_unlikely):
             found = look()
             if found is not None:
@@ -158,7 +165,7 @@ class _Nucleus:
         return None
 
     def among(self, ids: Indices, least_rest: float = 0.0, most_rest: float = 0.0) -> Indices | None:
-        """Return it among `ids`, which ascend; all other tokens have a mass from `least_rest` to `most_rest`."""
+        """Return the nucleus if it lies in `ids`, which ascend; others have a mass from `least_rest` to `most_rest`."""
         logits = self._row.take(ids)
         ranked = np.sort(logits)[::-1]
         mass = np.cumsum(self._weights(ranked), dtype=np.float64)
@@ -167,10 +174,10 @@ class _Nucleus:
         return None if size is None else ids[_are_largest(logits, ranked[size - 1], size)]
 
     def _among_near_columns(self) -> Indices | None:
-        """Return it among the tokens of a few columns of the row, since the best of each other bounds its mass."""
+        """Return the nucleus from the tokens of a few columns; the best of each other column bounds its mass."""
         width, surplus = divmod(len(self._row), _HEIGHT)
-        # A token of another column that is likelier than the border's would by itself leave the border open: `top_p` of
-        # what its column may have is more than the border's token has.
+        # A token of another column as likely as the border's leaves the border open: it makes the bounds differ by
+        # `top_p` * 16 times its own mass, and no border is the same for masses so far apart.
         if surplus or self._top_p * _HEIGHT < 1:
             return None
         weights = self._scaled(self._row.reshape(_HEIGHT, width).max(axis=0))
@@ -183,26 +190,30 @@ class _Nucleus:
         return self.among((columns + width * np.arange(_HEIGHT)[:, None]).ravel(), 0.0, most_rest)
 
     def _among_likely(self) -> Indices | None:
-        """Return it among the tokens that are likely, where these have enough of the mass."""
+        """Return the nucleus from the likely tokens, with a sum in float32."""
         weights = self._scaled(self._row)
         total = np.exp(weights, out=weights).sum().item()
-        ids = np.flatnonzero(weights >= _LIKELY * total)
-        rest = total - weights.take(ids).sum(dtype=np.float64).item()
-        return self.among(ids, rest - _FLOAT32_ROUNDING * total, rest + _FLOAT32_ROUNDING * total)
+        return self._from_least(weights, total, _LIKELY, _FLOAT32_ROUNDING)
 
     def _among_unlikely(self) -> Indices | None:
-        """Return `of_all` where it has many tokens, or hangs on a digit."""
+        """Return the nucleus from more tokens, with a sum in float64."""
         weights = self._weights(self._row)
         total = torch.from_numpy(weights).sum(dtype=torch.float64).item()
         # What is less likely than that has less than half of the mass that may be left out, all of it together.
         lowest = 0.5 * (1 - self._top_p) / len(weights)
-        for probability in (max(lowest, _UNLIKELY), lowest):
-            ids = np.flatnonzero(weights >= probability * total)
-            rest = total - weights.take(ids).sum(dtype=np.float64).item()
-            found = self.among(ids, rest, rest)
-            if found is not None:
-                return found
-        return None
+        found = self._from_least(weights, total, _UNLIKELY, 0.0) if lowest < _UNLIKELY else None
+        return self._from_least(weights, total, lowest, 0.0) if found is None else found
+
+    def _from_least(self, weights: Logits, total: float, probability: float, rounding: float) -> Indices | None:
+        """Return the nucleus from tokens of at least that probability; `total`, all of the mass, is so far off."""
+        least = probability * total
+        ids = np.flatnonzero(weights >= least)
+        rest = total - weights.take(ids).sum(dtype=np.float64).item()
+        found = self.among(ids, rest - rounding * total, rest + rounding * total)
+        # In their last bits weights may fall where logits rise, so a border there may belong to a token left out.
+        if found is None or weights.take(found).min() < least * (1 + _FLOAT32_ROUNDING):
+            return None
+        return found
 
     def _weights(self, logits: Logits) -> Logits:
         # By torch, as in `cut_by_sorting`: its exponential differs from numpy's in the last bit.

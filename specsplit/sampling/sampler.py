@@ -14,6 +14,7 @@ from torch import Tensor
 from specsplit.core.tree import depths, path_to
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
 from specsplit.sampling.best import Best, best_sums, best_within_cuts
+from specsplit.sampling.cuts import has_cuts
 from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
@@ -40,9 +41,8 @@ class Sampler:
         self._counts = TokenCounts(vocab_size, params.prompt_length, device) if sampling.has_penalties else None
         self._uncut: SamplingParams | None = None
         """Without the cuts, where they are made while the best are looked for."""
-        uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
-        if (uncut != sampling) if device.type == "cpu" else has_shortlist(sampling, vocab_size):
-            self._uncut = uncut
+        if has_cuts(sampling, vocab_size) if device.type == "cpu" else has_shortlist(sampling, vocab_size):
+            self._uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
         self.needs_paths = self._counts is not None
         self.search = search_of(sampling, params.seed, params.choice) if device.type != "cpu" else None
         """Asks a GPU for the best of the session's rows as it computes them."""

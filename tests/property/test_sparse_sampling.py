@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from specsplit.core.tree import path_to
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.sampling.best import best_sums
-from specsplit.sampling.cuts import cut, cut_by_sorting
+from specsplit.sampling.cuts import cut, cut_by_sorting, kept_ids
 from specsplit.sampling.noise import gumbel_rows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
 from specsplit.sampling.processors import TokenCounts, process_logits
@@ -159,14 +159,25 @@ def test_a_nucleus_is_found_however_flat_logits_are(vocab_size: int, spread: flo
     """Half precision makes many of them equal, as many at the border as elsewhere."""
     rows = np.random.default_rng(3).standard_normal((2, vocab_size)).astype(np.float32) * np.float32(spread)
     logits = torch.from_numpy(rows).bfloat16()
-    for top_p, min_p in ((0.5, 0.0), (0.9, 0.0), (0.9, 0.02), (0.999, 0.0)):
+    for top_p, min_p in ((0.06, 0.0), (0.07, 0.0), (0.5, 0.0), (0.9, 0.0), (0.9, 0.02), (0.999, 0.0)):
         params = SamplingParams(temperature=0.7, top_p=top_p, min_p=min_p)
         left = cut_by_sorting(logits.float(), params)
         assert torch.equal(cut(logits.float(), params), left)
+        assert all(kept_ids(row, params) is not None for row in logits.float().numpy()), "without a sort of the row"
         sampler = Sampler(SessionParams(sampling=params, seed=5), vocab_size, torch.device("cpu"))
         everything = scores(left, 0.7, gumbel_rows(5, 0, 40, 2, vocab_size))
         assert sampler.picks(logits, [0] * 40, [0, 1], None) == picked_ids(everything)
         assert list(sampler.best(logits, [0] * 40, [0, 1], None, 3)) == list(best_of_rows(everything, 3))
+
+
+def test_a_border_where_weights_fall_as_logits_rise_is_the_sorted_one() -> None:
+    """numpy's exponential of the first of the two is less than that of the second, whose logit is less."""
+    pair = np.array([-1.732867956161499, -1.7328680753707886], np.float32)
+    row = np.concatenate([np.zeros(1590), pair, np.full(1774, -2.3025102615356445)]).astype(np.float32)
+    logits = torch.from_numpy(row[None])
+    for top_p in (0.8994898181341775, 0.8996):
+        params = SamplingParams(temperature=1.0, top_p=top_p)
+        assert torch.equal(cut(logits, params), cut_by_sorting(logits, params))
 
 
 @pytest.mark.parametrize(("share", "num_kept"), [(0.5, 2), (2.0, 1)])
