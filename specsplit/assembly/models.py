@@ -39,6 +39,8 @@ class Models:
         reasons = [
             not_recorded(model) for model in (self.target, self.draft) if model is not None and model.lacks_recording
         ]
+        if self.draft is not None and (short := short_of_rows(self.target, self.draft)) is not None:
+            reasons.append(short)
         if self.draft is not None and self.draft.context < self.target.context:
             reasons.append(
                 f"The draft's context of {self.draft.context} tokens is shorter than the target's "
@@ -72,6 +74,17 @@ class LoadedDraft:
     def max_sessions(self) -> int:
         """How many requests may run at once."""
         return self.draft.max_sessions
+
+
+def short_of_rows(target: LoadedModel, draft: LoadedModel) -> str | None:
+    """Return the sentence for a draft with memory for fewer tokens than its target's budget has, else None."""
+    rows, wanted = draft.runner.cache.row_limit, target.runner.cache.row_limit
+    if target.max_sessions * target.runner.cache.capacity == wanted or rows >= wanted:
+        return None
+    return (
+        f"The draft has KV memory for {rows} tokens of all sessions and the target for {wanted}; give the target less "
+        "--kv-memory, or texts beyond that are drafted with waits."
+    )
 
 
 def not_recorded(model: LoadedModel) -> str:
@@ -110,7 +123,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     require_worker_extra()
     from specsplit.model.cores import num_cores
     from specsplit.model.loader import load_model
-    from specsplit.model.memory import promised
+    from specsplit.model.memory import reserved
 
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
@@ -143,10 +156,10 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         "threads": 1 if settings.runs_side_by_side else target.threads,
         "default_context": target.context,
         "max_sessions": target.max_sessions,
-        # A draft beside a target that counts its rows holds as many.
+        # A draft beside a target that counts its rows holds as many, if there is memory.
         "kv_rows": cache.row_limit if settings.target.kv_memory is not None else None,
     }
-    with promised(cache.promised_bytes):
+    with reserved(cache.reserved_bytes):
         draft = _load_draft(draft_source, settings, _part(progress, "draft", share, share), fallback)
     check_vocabularies(target.identity, draft.identity)
     return Models(target, draft)
@@ -273,16 +286,16 @@ def load_worker_pair(
 ) -> tuple[LoadedModel, LoadedModel]:
     """Load a target and the draft that its process serves, too: they take turns, so the draft has the same threads.
 
-    A draft beside a target that counts its rows holds as many.
+    A draft beside a target that counts its rows holds as many, if there is memory.
 
     Raises what `load_worker` raises, and VocabularyMismatch.
     """
     check_worker("draft", draft_settings)  # a large target takes minutes before it is the draft's turn
     target = load_worker("target", settings, _part(progress, "target", 0.0, 0.5))
-    from specsplit.model.memory import promised
+    from specsplit.model.memory import reserved
 
     cache = target.runner.cache
-    with promised(cache.promised_bytes):
+    with reserved(cache.reserved_bytes):
         draft = load_worker(
             "draft",
             draft_settings.model_copy(update={"threads": target.threads}),

@@ -68,7 +68,7 @@ def memory_check(device: str, free: int | None, demands: Sequence[KVDemand]) -> 
     """Return the line about a device with `free` bytes; it warns if the caches do not fit together."""
     if free is None:
         return Check(f"{device} memory", True, "nothing says how much is free; give --kv-memory in bytes")
-    # Together, though each is loaded by itself: pages that nobody wrote to yet count as free.
+    # Together, though workers are loaded by themselves: pages that nobody wrote to yet count as free there.
     sizes = [demand.num_bytes(free) for demand in demands]
     parts = [
         f"{shown_memory(size)} of the {demand.role} for "

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specsplit.assembly.draft_beside import with_draft
-from specsplit.assembly.models import load_worker, load_worker_pair, not_recorded
+from specsplit.assembly.models import load_worker, load_worker_pair, not_recorded, short_of_rows
 from specsplit.assembly.serving import serving
 from specsplit.cli import render
 from specsplit.cli.help import INTERRUPTED
@@ -108,6 +108,8 @@ def _serve_model(role: Role, settings: WorkerSettings, given: Mapping[str, Any])
 def _serve_pair(settings: TargetSettings, draft_settings: DraftSettings) -> int:
     with terminable(), render.loading_bar() as progress:
         target, draft = load_worker_pair(settings, draft_settings, progress)
+    if (short := short_of_rows(target, draft)) is not None:
+        note(short)
     return _serve([(target, settings), (draft, draft_settings)], {"draft_model": draft.name})
 
 

@@ -69,8 +69,8 @@ class KVCache:
         return sum(block.numel() * block.element_size() for block in self._blocks.values())
 
     @property
-    def promised_bytes(self) -> int:
-        """The memory that rows take when they are written and have not taken before: all of it on a CPU."""
+    def reserved_bytes(self) -> int:
+        """Bytes of a CPU's memory that rows may still take, as if none was written; a GPU's are taken at once."""
         is_lazy = all(block.device.type == "cpu" for block in self._blocks.values())
         return self.row_limit * self.row_bytes if is_lazy else 0
 

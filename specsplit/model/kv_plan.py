@@ -35,7 +35,7 @@ class KVRequest:
     min_sessions: int | None = None
     kv_memory: MemorySize | None = None
     kv_rows: int | None = None
-    """Rows of all slots together, where another model's budget says how many."""
+    """Rows of all slots together, where another model's budget says how many; fewer if the memory is short."""
     is_context_chosen: bool = False
 
 
@@ -98,7 +98,8 @@ def _budget_bytes(per_token: int, wanted: KVRequest, device: torch.device) -> in
     free = memory.available_bytes(device)
     if wanted.kv_rows is not None:
         num_bytes = wanted.kv_rows * per_token
-    elif isinstance(wanted.kv_memory, int):
+        return num_bytes if free is None else min(num_bytes, int(free * _RESERVE))
+    if isinstance(wanted.kv_memory, int):
         num_bytes = wanted.kv_memory
     else:
         assert wanted.kv_memory is not None, "a budget is asked for"
@@ -108,7 +109,7 @@ def _budget_bytes(per_token: int, wanted: KVRequest, device: torch.device) -> in
     if free is not None and num_bytes > free * _RESERVE:
         raise OutOfMemory(
             f"The KV memory of {shown_memory(num_bytes)} is more than {device} has free, which is "
-            f"{shown_memory(free)}; use a smaller --kv-memory, or a fraction such as 0.85."
+            f"{shown_memory(free)}{memory.beside_reserved()}; use a smaller --kv-memory, or a fraction such as 0.85."
         )
     return num_bytes
 

@@ -13,6 +13,7 @@ import torch
 from specsplit.core.errors import OutOfMemory
 from specsplit.model.attention.paths import held_tokens, slot_rows
 from specsplit.model.control_groups import unused_bytes
+from specsplit.model.memory_size import shown_memory
 
 _RESERVE = 0.95
 """Fraction of the free memory that KV slots may take."""
@@ -21,21 +22,27 @@ _OPTIONAL = 0.25
 _EXHAUSTED = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 
 
-_promised = ContextVar("promised", default=0)
+_reserved = ContextVar("reserved", default=0)
 
 
 @contextmanager
-def promised(num_bytes: int) -> Generator[None]:
-    """In here a CPU has so much less memory: rows of another model take theirs only when they are written."""
-    token = _promised.set(num_bytes)
+def reserved(num_bytes: int) -> Generator[None]:
+    """Count so much of a CPU's memory as taken in here: another model's KV rows take theirs as they are written."""
+    token = _reserved.set(num_bytes)
     try:
         yield
     finally:
-        _promised.reset(token)
+        _reserved.reset(token)
+
+
+def beside_reserved() -> str:
+    """Return words for what is reserved, to follow those for free memory; nothing if nothing is."""
+    num_bytes = _reserved.get()
+    return f", beside {shown_memory(num_bytes)} that the target's KV cache may take" if num_bytes else ""
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device that is not promised, None if nothing says how much that is."""
+    """Return the free memory of a device that is not reserved, None if nothing says how much that is."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -43,7 +50,7 @@ def available_bytes(device: torch.device) -> int | None:
     except OSError:
         return None
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return max(0, min([*found, *unused_bytes()]) - _promised.get()) if found else None
+    return max(0, min([*found, *unused_bytes()]) - _reserved.get()) if found else None
 
 
 def is_exhausted(error: BaseException) -> bool:
@@ -91,7 +98,7 @@ def out_of_memory(
     sessions = "" if max_sessions == 1 else f" for {max_sessions} sessions"
     return OutOfMemory(
         f"A context of {context} tokens{sessions} needs {needed / 2**30:.1f} GiB for its KV cache and {device} has "
-        f"{free / 2**30:.1f} GiB free; {remedy}."
+        f"{free / 2**30:.1f} GiB free{beside_reserved()}; {remedy}."
     )
 
 

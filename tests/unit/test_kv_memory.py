@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specsplit.assembly.models import load_worker, load_worker_pair
+from specsplit.assembly.models import Models, load_worker, load_worker_pair, short_of_rows
 from specsplit.core.errors import ContextExceeded, InvalidSettings, OutOfMemory
 from specsplit.core.sections import DraftSettings, TargetSettings
 from specsplit.core.types import Identity, Proposal, SamplingParams
@@ -237,18 +237,36 @@ def test_where_many_sessions_do_not_fit_the_error_says_how_many_do(monkeypatch: 
         memory.require_kv(1 << 30, 128, 128, 3, CPU)
 
 
-def test_a_draft_beside_its_target_finds_what_that_was_not_promised(monkeypatch: pytest.MonkeyPatch):
+def test_a_draft_plans_with_the_memory_that_its_target_leaves(monkeypatch: pytest.MonkeyPatch):
     """Rows take memory as they are written, so a target's look free to the draft that is loaded next."""
     alone = {"model": "embedded", "context": 1024, "sessions": 4, "record": False, "threads": 1}
     target = TargetSettings.model_validate(alone)
-    needed = load_worker("target", target).runner.cache.promised_bytes
-    assert needed > 0
+    needed = load_worker("target", target).runner.cache.reserved_bytes
     free = [int(needed * 1.6)]
     monkeypatch.setattr(memory, "unused_bytes", lambda: free)
     as_large = DraftSettings.model_validate({**alone, "context": None, "kv_memory": f"{needed // 1024}KiB"})
     load_worker("draft", as_large)
-    with pytest.raises(OutOfMemory, match="more than cpu has free"):
+    with pytest.raises(OutOfMemory, match=r"has free, which is .*, beside .* that the target's KV cache may take"):
         load_worker_pair(target, as_large)
+    full = TargetSettings.model_validate({**alone, "sessions": 6})
+    with pytest.raises(OutOfMemory, match=r"free, beside .* that the target's KV cache may take; --context"):
+        load_worker_pair(full, DraftSettings.model_validate({**alone, "context": 4096, "sessions": 4}))
     free[0] = int(needed * 2.2)
-    _, draft = load_worker_pair(target, as_large)
-    assert draft.runner.cache.promised_bytes <= needed
+    load_worker_pair(target, as_large)
+
+
+def test_a_draft_beside_a_large_budget_has_fewer_rows_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    common = {"model": "embedded", "context": 1024, "record": False, "threads": 1}
+    target = TargetSettings.model_validate({**common, "sessions": 64, "kv_memory": "0.85"})
+    draft = DraftSettings.model_validate({**common, "sessions": 64})
+    monkeypatch.setattr(memory, "unused_bytes", lambda: [200 << 20])
+    large, small = load_worker_pair(target, draft)
+    cache, beside = large.runner.cache, small.runner.cache
+    assert beside.row_limit * beside.row_bytes <= 0.15 * (200 << 20)
+    assert slot_rows(1024) <= beside.row_limit < cache.row_limit
+    sentence = short_of_rows(large, small)
+    assert sentence is not None
+    assert f"{beside.row_limit} tokens of all sessions and the target for {cache.row_limit}" in sentence
+    assert sentence in Models(large, small).degraded
+    target = TargetSettings.model_validate({**common, "sessions": 64, "kv_memory": "16MiB"})
+    assert short_of_rows(*load_worker_pair(target, draft)) is None

@@ -14,6 +14,7 @@ from benchmarks.research.app import app
 from benchmarks.research.cells import show_neighbours
 from benchmarks.research.options import parse_floats, parse_ints, parse_names
 from benchmarks.research.origin import origin_for
+from specsplit.core.errors import InvalidRequest
 
 ALL = "plain,pingpong,auto,lookup,bare,generate,assisted,assisted-constant,prompt-lookup"
 Record = dict[str, Any]
@@ -45,7 +46,7 @@ def real_shapes(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Append the JSON line; only from a clean commit.")] = None,
 ) -> None:
-    """Measure every mode, the parts of a round, load time and memory on models of real shapes with random weights."""
+    """Measure every mode, the parts of a round, loads and long prompts on models of real shapes with random weights."""
     origin = origin_for(output)
     from benchmarks.research.real_shapes import measure
     from benchmarks.research.real_shapes.measure import RealShapeSettings
@@ -66,6 +67,8 @@ def real_shapes(
         has_parts=parts,
         device=device,
     )
+    if sum([loading, reading, formats is not None]) > 1 or ((loading or reading) and device != "cpu"):
+        raise InvalidRequest("--loading, --reading and --formats exclude each other, and the first two are of a CPU.")
     tell = partial(console.print, markup=False)
     if formats is not None:
         found = measure.run_formats(settings, parse_names(formats), tell)

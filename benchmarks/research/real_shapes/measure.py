@@ -247,13 +247,14 @@ def run_reading(settings: RealShapeSettings, tell: Tell) -> Record:
     for number in range(settings.num_rounds):
         for length in settings.contexts:
             found = reading.measure(pair, make_task(settings, length, 0.0, number), settings.threads, _ROOM)
-            loaded, work = (found[name] / 2**20 for name in ("loaded_bytes", "work_bytes"))
+            loaded, work = (size / 2**20 for size in (found["loaded"]["rss_bytes"], found["work_bytes"]))
             tell(
                 f"context {length}: first token {found['ttft_s']:.1f} s, then {found['tokens_per_s']:.1f} tokens/s;"
                 f" {loaded:.0f} MiB after the load, and at the most {work:.0f} beside these and keys and values"
             )
             rounds.append(found)
-    return {"reading": rounds, "neighbours_share": max(each["neighbours_share"] or 0.0 for each in rounds)}
+    shares = [each["neighbours_share"] for each in rounds]
+    return {"reading": rounds, "neighbours_share": None if None in shares else max(shares)}
 
 
 def run_formats(settings: RealShapeSettings, formats: Sequence[str], tell: Tell) -> Record:

@@ -1,8 +1,7 @@
-"""What plain decoding behind a long prompt takes: seconds, and memory beside what weights and keys and values need."""
+"""Measures plain decoding behind a long prompt: seconds, and memory beside the loaded model and its keys and values."""
 
 from __future__ import annotations
 
-import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,18 +34,19 @@ class PlainTarget(InProcess):
         self._modes = [ServedMode("plain", "plain", lookup=False)]
 
     def memory(self) -> Record:
-        """Return the bytes that are resident, those that were at the most since the last call, and those planned."""
-        lines = Path("/proc/self/statm").read_text().split()
-        peak_kb = next(
-            int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line
-        )
+        """Return the bytes that are resident, those that were at the most since the last call, and pages of files."""
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        rss, peak, file = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM", "RssFile"))
         Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
-        target = self._models.target
+        return {"rss_bytes": rss, "peak_bytes": peak, "file_bytes": file}
+
+    def sizes(self, num_tokens: int) -> Record:
+        """Return the bytes of the weights, of the rows that so many tokens take, and of all rows."""
+        cache = self._models.target.runner.cache
         return {
-            "rss_bytes": int(lines[1]) * resource.getpagesize(),
-            "peak_bytes": peak_kb * 1024,
-            "weight_bytes": target.weight_bytes,
-            "kv_bytes": target.runner.cache.num_bytes,
+            "weight_bytes": self._models.target.weight_bytes,
+            "kv_bytes": cache.rows_for(num_tokens) * cache.row_bytes,
+            "kv_plan_bytes": cache.num_bytes,
         }
 
 
@@ -60,15 +60,16 @@ def measure(pair: Pair, task: Task, threads: int, room: int) -> Record:
         sample = system.generate(task)
         neighbours_share = neighbours.share()
         read = child.ask("memory")
+        sizes = child.ask("sizes", len(task.prompt_ids) + task.num_tokens)
     assert sample.ttft_s is not None, "our systems tell when the first token came"
+    assert sample.decode_s is not None, "and how long the others took"
     return {
         "context": len(task.prompt_ids),
         "ttft_s": sample.ttft_s,
-        "tokens_per_s": (task.num_tokens - 1) / (sample.wall_s - sample.ttft_s),
-        "weight_bytes": loaded["weight_bytes"],
-        "kv_bytes": loaded["kv_bytes"],
-        "loaded_bytes": loaded["rss_bytes"],
-        "peak_bytes": read["peak_bytes"],
+        "tokens_per_s": (task.num_tokens - 1) / sample.decode_s,
+        "loaded": loaded,
+        "read": read,
+        **sizes,
         "neighbours_share": neighbours_share,
-        "work_bytes": read["peak_bytes"] - loaded["rss_bytes"] - read["kv_bytes"],
+        "work_bytes": read["peak_bytes"] - loaded["rss_bytes"] - sizes["kv_bytes"],
     }
