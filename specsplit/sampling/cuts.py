@@ -22,6 +22,8 @@ _ROUNDING = 1e-9
 """Far above what the order of a sum in float64 does to it."""
 _FLOAT32_ROUNDING = 3e-6
 """Above what numpy's exponential and its sums are off in float32: it adds few numbers in a row, then sums in pairs."""
+_SMALL = 8192
+"""Up to this vocabulary a sum in float64 costs less than what might save it."""
 _HEIGHT = 16
 """Tokens of a column, of which the best one bounds the others."""
 _NEAR, _FEW = 10.0, 512
@@ -158,11 +160,11 @@ class _Nucleus:
 
     def of_all(self) -> Indices | None:
         """Return the nucleus of the row."""
-        for look in (self._among_near_columns, self._among_likely, self._among_unlikely):
-            found = look()
-            if found is not None:
-                return found
-        return None
+        found = None
+        if len(self._row) > _SMALL:
+            found = self._among_near_columns()
+            found = self._among_likely() if found is None else found
+        return self._among_unlikely() if found is None else found
 
     def among(self, ids: Indices, least_rest: float = 0.0, most_rest: float = 0.0) -> Indices | None:
         """Return the nucleus if it lies in `ids`, which ascend; others have a mass from `least_rest` to `most_rest`."""
@@ -209,6 +211,8 @@ class _Nucleus:
         least = probability * total
         ids = np.flatnonzero(weights >= least)
         rest = total - weights.take(ids).sum(dtype=np.float64).item()
+        if rest > (1 - self._top_p + _FLOAT32_ROUNDING) * total:
+            return None  # others belong to it
         found = self.among(ids, rest - rounding * total, rest + rounding * total)
         # In their last bits weights may fall where logits rise, so a border there may belong to a token left out.
         if found is None or weights.take(found).min() < least * (1 + _FLOAT32_ROUNDING):
