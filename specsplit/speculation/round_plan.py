@@ -135,7 +135,10 @@ class RoundPlanner:
         decision, num_sessions = self._stats.last_decision(modes, self._limits, has_draft=True), times.sessions.value
         if decision is not None and not decision.nodes:
             return True  # probes alone ask the draft, and have an allowance
-        plain_s = times.verify.seconds(num_sessions) + times.sessions_s + times.gap_s
+        plain_s = times.verify.seconds(num_sessions) + times.sessions_s
+        if num_sessions == 1:  # reading takes seconds, and what disturbs now may be over sooner
+            plain_s = min([plain_s, *times.plain_s])
+        plain_s += times.gap_s
         saved_s = plain_s - 1 / decision.predicted_tokens_per_s if decision is not None else 0.0
         # A few rounds behind a short prompt say little, and would be all that is ever known.
         if decision is None or not times.taken_in.is_observed:

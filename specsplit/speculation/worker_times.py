@@ -6,6 +6,7 @@ A forward counts with the sampling of its rows, which a step cannot go without. 
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Literal
 
 from specsplit.core.types import Identity, Timings
@@ -18,6 +19,7 @@ from specsplit.speculation.constants import (
     MAX_STEPS_AWAY,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
+    RECENT_PLAIN,
     ROW_COST,
     ROW_GRID,
     STALE,
@@ -216,6 +218,7 @@ class WorkerTimes:
         self._draft_alone: DraftTimes | None = None
         self._draft_shared: DraftTimes | None = None
         self.taken_in = RunningMedian(0.0)  # seconds of the draft's device for a token of a long text that it lacks
+        self.plain_s = deque[float](maxlen=RECENT_PLAIN)  # the last plain forwards of one session alone
         self._alone = BesideTimes()
         self._shared: BesideTimes | None = None
 
@@ -309,9 +312,8 @@ class WorkerTimes:
 
     def take_in_s(self, num_tokens: int) -> float:
         """Return the seconds of the draft's device for so much text; 0 if nothing is known of it."""
-        token, draft = self.taken_in, self.draft
-        if token.is_observed or draft is None:
-            return num_tokens * token.value
+        if self.taken_in.is_observed or (draft := self.draft) is None:
+            return num_tokens * self.taken_in.value
         return num_tokens * draft.level.seconds(LONG_TEXT) / LONG_TEXT
 
     @property
@@ -335,8 +337,7 @@ class WorkerTimes:
 
     def levels_s(self, nodes: int, depth: int) -> float:
         """Return the seconds that the draft's levels take; inf if nothing is known of them."""
-        draft = self.draft
-        if draft is None or not depth:
+        if (draft := self.draft) is None or not depth:
             return math.inf
         return depth * draft.level.seconds(-(-nodes // depth) * self.sessions.value)
 
@@ -346,8 +347,7 @@ class WorkerTimes:
         A draft that is believed slow would else not be asked for a hundred times that long, though it may have measured
         its times beside other work; what a probe takes is counted once it is known.
         """
-        draft = self.draft
-        if draft is None or not depth:
+        if (draft := self.draft) is None or not depth:
             return 0.0
         drafting_s = depth * draft.level.seconds(-(-nodes // depth))
         return min(drafting_s, self.verify.seconds(1)) if self.verify is not None else drafting_s
@@ -355,6 +355,7 @@ class WorkerTimes:
     def _observe_forward(self, timings: Timings, *, is_concurrent: bool, num_forks: int = 0) -> None:
         rows, forward_s, num_sessions = _step_rows(timings), _forward_s(timings), _step_sessions(timings)
         self._num_plain += timings.num_tokens == 1
+        self.plain_s.extend([forward_s] if timings.num_tokens == num_sessions == 1 else [])
         self.sessions.observe(num_sessions)
         if self.verify is None:
             self.verify = StepTimes.from_one_row(forward_s / (1 + ROW_COST * (rows - 1)))
