@@ -211,14 +211,14 @@ class WorkerTimes:
         """Target forwards by rows, of one session alone."""
         self.verify_concurrent: StepTimes | None = None
         """Target forwards while the draft is at work: on one machine they slow each other down."""
-        self._num_plain = 0
-        """Forwards of one row that were measured, that of the start among them."""
-        self.num_proposals = 0
-        """Proposes that were answered."""
+        self._num_plain = 0  # forwards of one row that were measured, that of the start among them
+        self.num_proposals = 0  # proposes that were answered
         self._draft_alone: DraftTimes | None = None
         self._draft_shared: DraftTimes | None = None
         self.taken_in = RunningMedian(0.0)  # seconds of the draft's device for a token of a long text that it lacks
-        self.plain_s = deque[float](maxlen=RECENT_PLAIN)  # the last plain forwards of one session alone
+        self.plain_s = deque[float](
+            maxlen=RECENT_PLAIN
+        )  # the last plain forwards of one session alone, at first the start's
         self._alone = BesideTimes()
         self._shared: BesideTimes | None = None
 
@@ -258,7 +258,9 @@ class WorkerTimes:
         """Begin with what the workers measured themselves, unless more is known already."""
         if self.verify is None and target.step_times:
             self.verify = StepTimes.from_start(target.step_times, target.fork_s)
-            self._num_plain += target.step_times[0][0] == 1
+            if target.step_times[0][0] == 1:
+                self._num_plain += 1
+                self.plain_s.append(target.step_times[0][1])
         if self._draft_alone is None and draft is not None and draft.step_times:
             self._draft_alone = DraftTimes(StepTimes.from_start(draft.step_times))
 
