@@ -216,9 +216,7 @@ class WorkerTimes:
         self._draft_alone: DraftTimes | None = None
         self._draft_shared: DraftTimes | None = None
         self.taken_in = RunningMedian(0.0)  # seconds of the draft's device for a token of a long text that it lacks
-        self.plain_s = deque[float](
-            maxlen=RECENT_PLAIN
-        )  # the last plain forwards of one session alone, at first the start's
+        self.plain_s = deque[float](maxlen=RECENT_PLAIN)  # of a session alone: the start's and the last plain forwards
         self._alone = BesideTimes()
         self._shared: BesideTimes | None = None
 
