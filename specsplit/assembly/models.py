@@ -82,8 +82,8 @@ def short_of_rows(target: LoadedModel, draft: LoadedModel) -> str | None:
     if target.max_sessions * target.runner.cache.capacity == wanted or rows >= wanted:
         return None
     return (
-        f"The draft has KV memory for {rows} tokens of all sessions and the target for {wanted}; give the target less "
-        "--kv-memory, or texts beyond that are drafted with waits."
+        f"The draft has KV memory for {rows} tokens of all sessions and the target for {wanted}. Texts beyond that are "
+        "computed again there; less --kv-memory for the target leaves it more."
     )
 
 

@@ -109,7 +109,8 @@ def _budget_bytes(per_token: int, wanted: KVRequest, device: torch.device) -> in
     if free is not None and num_bytes > free * _RESERVE:
         raise OutOfMemory(
             f"The KV memory of {shown_memory(num_bytes)} is more than {device} has free, which is "
-            f"{shown_memory(free)}{memory.beside_reserved()}; use a smaller --kv-memory, or a fraction such as 0.85."
+            f"{shown_memory(free)}{memory.beside_reserved(device)}; "
+            "use a smaller --kv-memory, or a fraction such as 0.85."
         )
     return num_bytes
 

@@ -35,9 +35,9 @@ def reserved(num_bytes: int) -> Generator[None]:
         _reserved.reset(token)
 
 
-def beside_reserved() -> str:
-    """Return words for what is reserved, to follow those for free memory; nothing if nothing is."""
-    num_bytes = _reserved.get()
+def beside_reserved(device: torch.device) -> str:
+    """Return words for what is reserved, to follow those for the device's free memory; nothing if nothing is."""
+    num_bytes = _reserved.get() if device.type == "cpu" else 0
     return f", beside {shown_memory(num_bytes)} that the target's KV cache may take" if num_bytes else ""
 
 
@@ -98,7 +98,7 @@ def out_of_memory(
     sessions = "" if max_sessions == 1 else f" for {max_sessions} sessions"
     return OutOfMemory(
         f"A context of {context} tokens{sessions} needs {needed / 2**30:.1f} GiB for its KV cache and {device} has "
-        f"{free / 2**30:.1f} GiB free{beside_reserved()}; {remedy}."
+        f"{free / 2**30:.1f} GiB free{beside_reserved(device)}; {remedy}."
     )
 
 
