@@ -207,8 +207,7 @@ class WorkerTimes:
 
     def __init__(self, here: DecodingSessions | None = None) -> None:
         self.sessions = StepSessions(here or DecodingSessions())
-        self.verify: StepTimes | None = None
-        """Target forwards by rows, of one session alone."""
+        self.verify: StepTimes | None = None  # target forwards by rows, of one session alone
         self.verify_concurrent: StepTimes | None = None
         """Target forwards while the draft is at work: on one machine they slow each other down."""
         self._num_plain = 0  # forwards of one row that were measured, that of the start among them
@@ -355,7 +354,8 @@ class WorkerTimes:
     def _observe_forward(self, timings: Timings, *, is_concurrent: bool, num_forks: int = 0) -> None:
         rows, forward_s, num_sessions = _step_rows(timings), _forward_s(timings), _step_sessions(timings)
         self._num_plain += timings.num_tokens == 1
-        self.plain_s.extend([forward_s] if timings.num_tokens == num_sessions == 1 else [])
+        if timings.num_tokens == num_sessions == 1:
+            self.plain_s.append(forward_s)
         self.sessions.observe(num_sessions)
         if self.verify is None:
             self.verify = StepTimes.from_one_row(forward_s / (1 + ROW_COST * (rows - 1)))

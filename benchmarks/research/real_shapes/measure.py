@@ -15,7 +15,7 @@ from benchmarks.environment import Neighbours
 from benchmarks.processes import Child
 from benchmarks.research.real_shapes import formats as forward_formats
 from benchmarks.research.real_shapes import loading, reading
-from benchmarks.research.real_shapes.make import made_pair
+from benchmarks.research.real_shapes.make import MadePair, made_pair
 from benchmarks.research.real_shapes.serving import BARE, OUR_MODES, THEIR_WAYS, OurModes, TheirWays
 from benchmarks.research.real_shapes.shapes import find_shape
 from benchmarks.settings import Pair
@@ -70,9 +70,7 @@ def check(settings: RealShapeSettings) -> None:
 def run(settings: RealShapeSettings, tell: Tell) -> Record:
     """Make the pair if need be and measure every cell."""
     check(settings)
-    made = made_pair(
-        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
-    )
+    made = _made(settings, tell)
     pair = Pair(made.target, made.draft, "bf16", settings.device)
     facts = {name: value for name, value in asdict(made).items() if name not in ("target", "draft")}
     ours = [name for name in settings.systems if name in (*OUR_MODES, BARE)]
@@ -97,6 +95,13 @@ def run(settings: RealShapeSettings, tell: Tell) -> Record:
             for temperature in settings.temperatures
         ]
         return {"pair": facts, "cells": cells, "neighbours_share": neighbours.share()}
+
+
+def _made(settings: RealShapeSettings, tell: Tell) -> MadePair:
+    """Return the pair of the settings, made if need be."""
+    return made_pair(
+        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
+    )
 
 
 def _child(scope: ExitStack, name: str, factory: Any) -> Child:
@@ -219,9 +224,7 @@ def _acceptance(samples: Sequence[Sample]) -> Record:
 
 def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
     """Make the pair if need be; measure load time and memory of its target, `num_rounds` times."""
-    made = made_pair(
-        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
-    )
+    made = _made(settings, tell)
     rounds: list[Record] = []
     for number in range(settings.num_rounds + NUM_WARM_UPS):
         pair = Pair(made.target, None, "bf16", settings.device)
@@ -239,9 +242,7 @@ def run_loading(settings: RealShapeSettings, tell: Tell) -> Record:
 
 def run_reading(settings: RealShapeSettings, tell: Tell) -> Record:
     """Make the pair if need be; measure time and memory of plain decoding behind prompts of each length."""
-    made = made_pair(
-        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
-    )
+    made = _made(settings, tell)
     pair = Pair(made.target, None, "bf16", settings.device)
     rounds: list[Record] = []
     for number in range(settings.num_rounds):
@@ -259,9 +260,7 @@ def run_reading(settings: RealShapeSettings, tell: Tell) -> Record:
 
 def run_formats(settings: RealShapeSettings, formats: Sequence[str], tell: Tell) -> Record:
     """Make the pair if need be; measure forwards of its target in each number format."""
-    made = made_pair(
-        find_shape(settings.shape), settings.agreement, settings.cache, settings.seed, tell, settings.device
-    )
+    made = _made(settings, tell)
     pair = Pair(made.target, None, formats[0], settings.device)
     neighbours = Neighbours([])
     found = forward_formats.measure(pair, formats, settings.num_rounds, settings.threads, tell)
