@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specsplit.assembly.links import check_audit
-from specsplit.core.defaults import DEFAULT_CONTEXT, DEFAULT_NODE_LIMIT, EMBEDDED, MOST_SERVED, SERVED_SESSIONS, Role
+from specsplit.core.defaults import (
+    DEFAULT_CONTEXT,
+    DEFAULT_DRAFT_CONTEXT,
+    DEFAULT_NODE_LIMIT,
+    EMBEDDED,
+    MOST_SERVED,
+    SERVED_SESSIONS,
+    Role,
+)
 from specsplit.core.errors import ModelDamaged, VocabularyMismatch
 from specsplit.core.ports import Tokenizer
 from specsplit.core.sections import DraftSettings, TargetSettings, WorkerSettings
@@ -41,10 +49,10 @@ class Models:
         ]
         if self.draft is not None and (short := short_of_rows(self.target, self.draft)) is not None:
             reasons.append(short)
-        if self.draft is not None and self.draft.context < self.target.context:
+        if self.draft is not None and self.draft.context < self.target.context and not self.draft.has_window:
             reasons.append(
                 f"The draft's context of {self.draft.context} tokens is shorter than the target's "
-                f"{self.target.context}; beyond it, there is lookup alone."
+                f"{self.target.context}, and too short for a window; beyond it, there is lookup alone."
             )
         return reasons
 
@@ -78,8 +86,9 @@ class LoadedDraft:
 
 def short_of_rows(target: LoadedModel, draft: LoadedModel) -> str | None:
     """Return the sentence for a draft with memory for fewer tokens than its target's budget has, else None."""
-    rows, wanted = draft.runner.cache.row_limit, target.runner.cache.row_limit
-    if target.max_sessions * target.runner.cache.capacity == wanted or rows >= wanted:
+    cache, wanted = draft.runner.cache, target.runner.cache.row_limit
+    rows, is_full = cache.row_limit, cache.row_limit == draft.max_sessions * cache.capacity
+    if target.max_sessions * target.runner.cache.capacity == wanted or rows >= wanted or is_full:
         return None
     return (
         f"The draft has KV memory for {rows} tokens of all sessions and the target for {wanted}. Texts beyond that are "
@@ -154,7 +163,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     fallback: LoadOptions = {
         # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
         "threads": 1 if settings.runs_side_by_side else target.threads,
-        "default_context": target.context,
+        "default_context": min(target.context, DEFAULT_DRAFT_CONTEXT),
         "max_sessions": target.max_sessions,
         # A draft beside a target that counts its rows holds as many, if there is memory.
         "kv_rows": cache.row_limit if settings.target.kv_memory is not None else None,
@@ -185,7 +194,7 @@ def load_local(
             settings,
             _part(progress, "draft", 0.0, 1.0),
             {
-                "default_context": settings.target.context or DEFAULT_CONTEXT,
+                "default_context": min(settings.target.context or DEFAULT_DRAFT_CONTEXT, DEFAULT_DRAFT_CONTEXT),
                 "max_sessions": max_sessions,
                 # There is no other model here that the size could be for.
                 "kv_memory": parse_memory(settings.target.kv_memory),
@@ -245,6 +254,7 @@ def load_worker(
     from specsplit.model.loader import load_model
 
     source, kv_memory = settings.model or EMBEDDED, parse_memory(settings.kv_memory)
+    longest_default = DEFAULT_CONTEXT if role == "target" else DEFAULT_DRAFT_CONTEXT
     model = load_model(
         source,
         role=role,
@@ -255,7 +265,7 @@ def load_worker(
         max_threads=None if has_all_cores else most_threads(settings),
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
-        default_context=default_context or DEFAULT_CONTEXT,
+        default_context=min(default_context or longest_default, longest_default),
         max_sessions=settings.sessions or MOST_SERVED,
         min_sessions=settings.sessions or SERVED_SESSIONS,
         kv_memory=kv_memory,

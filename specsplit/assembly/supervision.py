@@ -87,9 +87,10 @@ def _pair_options(settings: Settings, draft: str) -> list[str]:
     """
     both = [section.model_dump(include=set(BOTH_ENGINES)) for section in (settings.target, settings.draft)]
     differing = {name: None for name in BOTH_ENGINES if both[0][name] != both[1][name]}
-    vocab = [] if settings.draft.vocab is None else ["--draft-vocab", settings.draft.vocab]
+    beside = {"draft_vocab": settings.draft.vocab, "draft_context": settings.draft.context}
+    words = [word for name, value in beside.items() if value is not None for word in _words(name, value)]
     target = settings.target.model_copy(update=differing)
-    return [*_options(target, target.model), "--draft-model", draft, *vocab]
+    return [*_options(target, target.model), "--draft-model", draft, *words]
 
 
 def _draft_options(settings: Settings, source: str) -> list[str]:

@@ -52,6 +52,7 @@ def chat(
     device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,
     context: options.Context = None,
+    draft_context: options.DraftContext = None,
     kv_memory: options.KVMemory = None,
     config: options.Config = None,
     target: options.Target = None,

@@ -8,12 +8,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, plan, prompt_options, top, trace
-from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand
+from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand, Version
 from specsplit.cli.logs import is_debugging
 from specsplit.cli.other_programs import refuse_short_options_of_others
 from specsplit.cli.run_given import run_given
@@ -35,9 +35,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def root(
     ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", "-V", is_eager=True, help="Print the version and exit.", metavar=" ")
-    ] = False,
+    version: Version = False,
 ) -> None:
     """Serve a large model faster: a small one proposes, the large one verifies, the text is the large one's."""
     if version:
@@ -89,6 +87,7 @@ def orchestrate(
     device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,
     context: options.Context = None,
+    draft_context: options.DraftContext = None,
     kv_memory: options.KVMemory = None,
     config: options.Config = None,
     target: options.Target = None,
@@ -122,7 +121,7 @@ def draft(
     dtype: options.DtypeOption = None,
     device: options.ServedDevice = defaults.DEVICE,
     threads: options.ServedThreads = None,
-    context: options.Context = None,
+    context: options.ServedDraftContext = None,
     kv_memory: options.KVMemory = None,
     config: options.Config = None,
     served_name: options.ServedName = None,
@@ -161,6 +160,7 @@ def target(
     device: options.ServedDevice = defaults.DEVICE,
     threads: options.ServedThreads = None,
     context: options.Context = None,
+    draft_context: options.DraftContext = None,
     kv_memory: options.KVMemory = None,
     config: options.Config = None,
     layers: options.FirstLayers = None,
@@ -214,6 +214,7 @@ def serve(
     device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,
     context: options.Context = None,
+    draft_context: options.DraftContext = None,
     kv_memory: options.KVMemory = None,
     config: options.Config = None,
     target: options.Targets = None,
@@ -337,6 +338,7 @@ def doctor(
     device: options.DeviceOption = defaults.DEVICE,
     threads: options.Threads = None,
     context: options.Context = None,
+    draft_context: options.DraftContext = None,
     kv_memory: options.KVMemory = None,
     config: options.Config = None,
     target: options.Target = None,

@@ -161,7 +161,7 @@ def _compatibility(found: Mapping[Role, Identity]) -> list[Check]:
     if small.model == large.model and small.model_revision != large.model_revision:
         detail = f"draft and target are {large.model}, but not of one revision"
         checks.append(Check("revision", True, detail, is_warning=True))
-    is_shorter = small.context < large.context
+    is_shorter = small.context < large.context and not small.has_window
     context = f"{large.context} tokens"
     if is_shorter:
         context += f"; the draft's is {small.context}, and beyond it there is lookup alone"

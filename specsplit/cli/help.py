@@ -120,6 +120,9 @@ def _show_all(ctx: typer.Context, value: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[
+    bool, typer.Option("--version", "-V", is_eager=True, help="Print the version and exit.", metavar=" ")
+]
 HelpAll = Annotated[
     bool,
     typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all, metavar=" "),

@@ -123,10 +123,8 @@ KEYS = tuple(f"{role}.{field}" for role, section in _ROLES.items() for field in 
 """Every setting as role.field."""
 BOTH_ENGINES = ("dtype", "device", "threads", "record", "sessions", "queue")
 FLAT_KEYS: dict[str, tuple[str, ...]] = {
-    "draft": ("draft.address",),
-    "target": ("target.address",),
-    "draft_model": ("draft.model",),
-    "draft_vocab": ("draft.vocab",),
+    **{role: (f"{role}.address",) for role in ("draft", "target")},
+    **{f"draft_{name}": (f"draft.{name}",) for name in ("model", "vocab", "context")},
     "target_model": ("target.model",),
     **{name: (f"target.{name}",) for name in ("context", "kv_memory")},
     **{name: (f"draft.{name}", f"target.{name}") for name in BOTH_ENGINES},
@@ -146,7 +144,7 @@ SERVICE_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     for role in ("draft", "target", "stage")
 }
 """The same for the command that serves a role; what a target's says of both models holds for the draft beside it."""
-SERVICE_KEYS["target"] |= {name: FLAT_KEYS[name] for name in (*BOTH_ENGINES, "draft_vocab")}
+SERVICE_KEYS["target"] |= {name: FLAT_KEYS[name] for name in (*BOTH_ENGINES, "draft_vocab", "draft_context")}
 
 
 @dataclass(frozen=True, slots=True)

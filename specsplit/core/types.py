@@ -312,6 +312,7 @@ class Identity:
     kv_bytes_per_token: int = 0  # what one token takes of the KV cache; 0 if nobody said
     kv_bytes: int = 0  # bytes that the KV cache may take, if they are why the context is not longer; else 0
     model_revision: str = ""  # commit of the hub that the model's files are of; empty if they are not from there
+    has_window: bool = False  # whether it drafts for texts beyond its context, of which it has first and last tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from specsplit.engine.batch import MOST_ROUND_ROWS, Round
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
 from specsplit.engine.prefill import prefill
-from specsplit.engine.session import WorkerSession
+from specsplit.engine.session import FIRST_TOKENS, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import candidate_estimates, estimates_of, num_compared
@@ -53,7 +53,7 @@ class DraftEngine(Engine):
         length = turn.base_length + len(turn.tail)
         if length < 1:
             raise InvalidRequest("A tree needs a token to hang on; the session has none.", param="tail")
-        if length > self._model.context:
+        if length > self._model.context and not self._model.has_window:
             raise InvalidRequest(f"The session is longer than the draft's context of {self._model.context} tokens.")
         if turn.tail and (min(turn.tail) < 0 or max(turn.tail) >= self._vocab_size):
             raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
@@ -80,11 +80,15 @@ class DraftEngine(Engine):
 
 
 class Grower:
-    """The tree of one session in one epoch; the slot's rows are [committed tokens | forwarded nodes | free]."""
+    """The tree of one session in one epoch; the slot's rows are [committed tokens | forwarded nodes | free].
+
+    Of a text that outgrows the context it has a window: [first tokens | end of the text], which is read anew at half of
+    the context whenever it is full. What the model has not read costs acceptance, if anything, and never the text.
+    """
 
     def __init__(self, model: LoadedModel, session: WorkerSession, chunk_tokens: int) -> None:
         self._model, self._session, self._chunk_tokens = model, session, chunk_tokens
-        self._tree = DraftTree()
+        self._tree, self._has_window = DraftTree(), model.has_window
         self._last_number = 0
 
     def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[SequenceInput, Tensor, Proposal]:
@@ -92,17 +96,23 @@ class Grower:
 
         It grows until the best `max_new_nodes` nodes are known, or as many nodes have been forwarded.
         """
-        sampler = self._session.sampler
+        session, context = self._session, self._model.context
+        sampler = session.sampler
         assert sampler is not None, "the session has begun"
         self._last_number = max(self._last_number, known_nodes)
         self._tree.forget_numbers_above(known_nodes)
         length = turn.base_length + len(turn.tail)
-        max_depth = min(budget.max_depth, self._model.context - length)
         num_forwarded = 0
         try:
             pending = self._align(turn)
+            num_left = context - session.slot.length - len(pending)
+            is_empty = session.num_skipped and session.slot.length <= FIRST_TOKENS  # the text went back behind it
+            if self._has_window and (is_empty or num_left < min(budget.max_depth, context // 4)):
+                pending = yield from self._move_window(pending)
+                num_left = context - session.slot.length - len(pending)
+            max_depth = min(budget.max_depth, num_left)
             if len(pending) > MOST_ROUND_ROWS:
-                pending = yield from prefill(self._session, pending, self._chunk_tokens, self._chunk_tokens)
+                pending = yield from prefill(session, pending, self._chunk_tokens, self._chunk_tokens)
             # One forward per level: [pending tokens] for the root's children, then the frontier's nodes side by side.
             while max_depth > 0:
                 room = min(self._model.node_limit - len(self._tree.row_nodes), budget.max_new_nodes - num_forwarded)
@@ -112,7 +122,7 @@ class Grower:
                 num_forwarded += len(frontier) if frontier != [ROOT_INDEX] else 0
                 logits = yield self._sequence_input(pending, frontier, sampler.search)
                 if pending:
-                    self._session.extend(pending)
+                    session.extend(pending)
                     pending = ()
                 self._expand(sampler, frontier, logits, min(budget.max_branching, budget.max_new_nodes))
         except BaseException:
@@ -143,6 +153,19 @@ class Grower:
             session.truncate(held - 1)
         return tail
 
+    def _move_window(self, pending: Sequence[int]) -> Generator[SequenceInput, Tensor, Sequence[int]]:
+        """Forget the text's rows but for those of its first tokens, and return the end of it, to be read anew."""
+        session = self._session
+        text = [*session.ids, *pending]
+        self._tree = DraftTree()
+        session.truncate(min(len(session.ids), FIRST_TOKENS))
+        if first := text[len(session.ids) : FIRST_TOKENS]:
+            yield SequenceInput(session.slot.index, session.slot.length, first)
+            session.extend(first)
+        start = max(len(text) - self._model.context // 2, FIRST_TOKENS)
+        session.skip(text[FIRST_TOKENS:start])
+        return text[start:]
+
     def _reroot(self, path: list[int], tail: Sequence[int]) -> Sequence[int]:
         """Commit the nodes of `path`, which spell the tail's first tokens; return the tokens that follow them.
 
@@ -152,7 +175,7 @@ class Grower:
         self._tree, path_rows, kept_rows = self._tree.reroot(path)
         if len(path) < len(tail):  # the tokens behind the path were not drafted, so no subtree hangs below them
             self._tree, kept_rows = DraftTree(), []
-        base = len(session.ids)
+        base = session.slot.length
         rows = [base + row for row in path_rows + kept_rows]
         self._model.runner.cache.move_rows(session.slot.index, rows, base)
         session.extend(tail[: len(path_rows)])

@@ -27,11 +27,11 @@ from specsplit.engine.preemption import Preemption
 from specsplit.engine.quotas import CallerQuotas
 from specsplit.engine.row_budget import KVStatistics
 from specsplit.engine.scheduler import WorkQueue
-from specsplit.engine.session import GRACE_S, TTL_S, SessionStatistics, SessionTable, session_params
+from specsplit.engine.session import GRACE_S, TTL_S, SessionTable, session_params
 from specsplit.engine.slots import all_in_use
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.step_times import StepTimes
-from specsplit.telemetry.statistics import TreeCounts, WorkerLoad, WorkerStatistics
+from specsplit.telemetry.statistics import SessionStatistics, TreeCounts, WorkerLoad, WorkerStatistics
 
 T = TypeVar("T")
 

@@ -35,6 +35,11 @@ class Holder(Protocol):
         ...
 
     @property
+    def num_skipped(self) -> int:
+        """Ids behind the first ones that have no rows."""
+        ...
+
+    @property
     def is_in_doubt(self) -> bool:
         """Whether its rows may be what a failure left."""
         ...
@@ -48,13 +53,18 @@ class Match:
     length: int
 
     @property
+    def num_rows(self) -> int:
+        """How many of these tokens have rows."""
+        return self.length - self.holder.num_skipped
+
+    @property
     def is_whole(self) -> bool:
         """Whether the prompt goes on where the slot's tokens end, so that taking it over costs nobody anything."""
         return self.length == len(self.holder.ids)
 
 
 def longest_match(token_ids: Sequence[int], salt: str | None, holders: Iterable[Holder]) -> Match | None:
-    """Return the holder with the most of the first tokens, of equals a whole match, or the later one.
+    """Return the holder with the most rows of the first tokens, of equals a whole match, or the later one.
 
     None if nobody of this salt (None: any) holds LEAST_REUSED of them. The last token never counts: its logits are
     needed.
@@ -68,7 +78,9 @@ def longest_match(token_ids: Sequence[int], salt: str | None, holders: Iterable[
         return None
     hashes = prefix_hashes(wanted)
     matches = [Match(holder, _common_length(hashes, holder.hashes)) for holder in kin]
-    best = max(enumerate(matches), key=lambda each: (each[1].length, each[1].is_whole, each[0]))[1]
+    best = max(enumerate(matches), key=lambda each: (each[1].num_rows, each[1].is_whole, each[0]))[1]
+    if best.num_rows < LEAST_REUSED:  # what it shares is what its draft has skipped
+        return None
     # Equal hashes of 32 bits name a candidate; the tokens themselves decide.
     same = list(best.holder.ids[: best.length]) == list(wanted[: best.length])
     return best if same else None

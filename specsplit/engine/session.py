@@ -14,7 +14,6 @@ import torch
 
 from specsplit.core.errors import InvalidRequest, NoFreeSlot, SlotBehind, StaleEpoch, StaleRound
 from specsplit.core.ports import Clock
-from specsplit.core.record import record
 from specsplit.core.types import SessionParams, Turn, prefix_hashes
 from specsplit.engine.callers import caller_of, salt
 from specsplit.engine.idle_sessions import IdleSessions, Pins
@@ -27,11 +26,14 @@ from specsplit.model.loader import LoadedModel
 from specsplit.sampling.processors import CommittedIds
 from specsplit.sampling.sampler import Sampler
 from specsplit.telemetry.session_log import SessionEvent, log_session
+from specsplit.telemetry.statistics import SessionStatistics
 
 TTL_S = 60.0
 """A session that was not used for so long has lost its client."""
 GRACE_S = 5.0
 """A session that was used within this time is not evicted for another one."""
+FIRST_TOKENS = 4
+"""Tokens at the beginning of a text that always have rows: models give them much attention, whatever they are."""
 
 
 class NoAnswer(Enum):
@@ -46,19 +48,22 @@ class NoAnswer(Enum):
 
 
 class WorkerSession:
-    """One session's state between rounds. Invariant: len(ids) == len(hashes) == slot.length.
+    """One session's state between rounds. Invariant: len(ids) == len(hashes) == slot.length + num_skipped.
 
     The slot's rows are [ids | rows of the last step's tree | free]; whatever lies behind the ids may be overwritten.
+    A draft has no rows for the middle of a long text: [first tokens | skipped | the text's end].
     """
 
     def __init__(self, key: str, slot: Slot) -> None:
         self.key, self.slot = key, slot
-        self.epoch = self.round = -1
+        self.epoch = -1
         self.ids: list[int] = CommittedIds()
         self.hashes: list[int] = []
         """The prefix hash behind each of the ids."""
         self.num_reused = 0
         """The first ids, whose rows were there before the session began."""
+        self.num_skipped = 0
+        """Ids behind the FIRST_TOKENS that have no rows."""
         self.sampler: Sampler | None = None
         self._body: tuple[Turn, object] | None = None
         self.answer: object = NoAnswer.YET
@@ -102,7 +107,8 @@ class WorkerSession:
         """Begin with the rows of a match, if there is one; the slot holds them by now."""
         if match is None:
             return
-        self.num_reused = self.slot.length = match.length
+        self.num_reused = self.slot.length = match.num_rows
+        self.num_skipped = match.holder.num_skipped
         self.ids = CommittedIds(match.holder.ids[: match.length])
         self.hashes = list(match.holder.hashes[: match.length])
 
@@ -117,9 +123,10 @@ class WorkerSession:
         """
         if turn.epoch < self.epoch:
             raise StaleEpoch(f"epoch {turn.epoch} of this session is over; epoch {self.epoch} has begun")
-        if turn.epoch == self.epoch and turn.round < self.round:
-            raise StaleRound(f"round {turn.round} of this session is over; round {self.round} was the last")
-        if turn.epoch == self.epoch and turn.round == self.round:
+        last = self._body[0] if self._body is not None else None
+        if last is not None and turn.epoch == last.epoch and turn.round < last.round:
+            raise StaleRound(f"round {turn.round} of this session is over; round {last.round} was the last")
+        if last is not None and turn.epoch == last.epoch and turn.round == last.round:
             if (turn, body) != self._body:
                 raise InvalidRequest(f"Round {turn.round} of this session had another body before.", param="round")
             if not isinstance(self.answer, NoAnswer):
@@ -144,7 +151,7 @@ class WorkerSession:
         self.answer = NoAnswer.AGAIN if has_none and self.ids and self.epoch >= 0 else NoAnswer.YET
         if turn.epoch > self.epoch:
             self.kept = None
-        self.epoch, self.round, self._body = turn.epoch, turn.round, (turn, body)
+        self.epoch, self._body = turn.epoch, (turn, body)
 
     def cut_short(self) -> None:
         """End the round between two forwards, without an answer; rows of a failure before it stay in doubt."""
@@ -164,7 +171,8 @@ class WorkerSession:
         if length == len(self.ids):
             return
         del self.ids[length:], self.hashes[length:]
-        self.slot.length = length
+        self.num_skipped = min(self.num_skipped, max(length - FIRST_TOKENS, 0))
+        self.slot.length = length - self.num_skipped
         self.num_reused = min(self.num_reused, length)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -173,29 +181,22 @@ class WorkerSession:
             return
         self.hashes.extend(prefix_hashes(token_ids, self.hashes[-1] if self.hashes else 0))
         self.ids.extend(token_ids)
-        self.slot.length = len(self.ids)
+        self.slot.length = len(self.ids) - self.num_skipped
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Commit tokens behind the FIRST_TOKENS that get no rows; later ones get theirs as if these were not there."""
+        self.num_skipped += len(token_ids)
+        self.extend(token_ids)
 
     def check_integrity(self) -> None:
-        assert len(self.ids) == len(self.hashes) == self.slot.length, "ids, hashes and slot differ in length"
+        assert len(self.ids) == len(self.hashes) == self.slot.length + self.num_skipped, (
+            "ids, hashes and slot differ in length"
+        )
 
 
 def first_rows(model: LoadedModel, turn: Turn) -> int:
     """Return the rows that a session reserves when it opens: its tokens, and some for nodes and what follows."""
     return min(len(turn.tail), model.context) + min(model.node_limit, HEADROOM_ROWS)
-
-
-@record
-class SessionStatistics:
-    """The sessions of one worker at one moment."""
-
-    num_sessions: int
-    num_idle: int
-    """Sessions that could expire or be evicted."""
-    num_slots_used: int
-    """Slots of sessions and of borrowers; warm ones are as good as free."""
-    num_slots_warm: int = 0
-    num_reused_tokens: int = 0
-    """Tokens so far whose rows a new session found in a warm slot, or in another session's."""
 
 
 class SessionTable:

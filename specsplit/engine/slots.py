@@ -39,6 +39,7 @@ class WarmSlot:
     salt: str
     ids: Sequence[int]
     hashes: Sequence[int]
+    num_skipped: int = 0
 
     @property
     def is_in_doubt(self) -> bool:
@@ -119,8 +120,8 @@ class Slots:
         self._find_room(self.rows.rows_for(num_rows), None, loan)
         match = self._match(tail, salt, sessions)
         if match is not None and self._try_take_over(match, num_rows, loan):
-            self._cache.clear_rows(match.holder.slot.index, match.length)
-            self.num_reused += match.length
+            self._cache.clear_rows(match.holder.slot.index, match.num_rows)
+            self.num_reused += match.num_rows
             return match.holder.slot, match
         warm = self._warm.get(match.holder.slot.index) if match is not None else None
         # Rows are copied from it after the slot is there, so it is the last to be given up.
@@ -158,8 +159,9 @@ class Slots:
         if self.prefix_reuse == "off":
             self._forget(session.slot)
         else:
-            self._warm[session.slot.index] = WarmSlot(session.slot, session.salt, session.ids, session.hashes)
-            self.rows.trim(session.slot.index, len(session.ids))
+            text = session.ids, session.hashes, session.num_skipped
+            self._warm[session.slot.index] = WarmSlot(session.slot, session.salt, *text)
+            self.rows.trim(session.slot.index, len(session.ids) - session.num_skipped)
         self._tell_free()
 
     def release(self, slot: Slot, lender: Holder | None = None) -> None:
@@ -263,8 +265,8 @@ class Slots:
         """Copy the rows of a match into a slot, if they can be copied."""
         if match is None or not self._cache.can_copy or match.holder.slot is slot:
             return None
-        self._cache.copy_rows(match.holder.slot.index, slot.index, match.length)
-        self.num_reused += match.length
+        self._cache.copy_rows(match.holder.slot.index, slot.index, match.num_rows)
+        self.num_reused += match.num_rows
         return match
 
 
@@ -283,7 +285,7 @@ def borrowed_slot(
         slot, match = slots.take(loan.num_rows, loan=loan), None
     else:
         slot, match = slots.begin(prompt, loan.salt, sessions, loan.num_rows, loan)
-    loan.slot, slot.length = slot.index, match.length if match is not None else 0
+    loan.slot, slot.length = slot.index, match.num_rows if match is not None else 0
     # If another slot holds all of the prompt, the copy is not kept: scores of one prompt would fill all slots with it.
     is_copy = match is not None and match.holder.slot is not slot
     lender = match.holder if match is not None and is_copy and match.length == len(prompt) - 1 else None

@@ -43,6 +43,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP32_DRAFT_WIDTH = 512
 """Widest draft that is computed in fp32 by default. A draft forwards one or two rows at a time, and there a product of
 so few inputs takes longer to begin in bf16 than in fp32; in wider models a long prompt would take twice as long."""
+_LEAST_WINDOWED = 16
+"""Least context of a draft with room for a text's first tokens, its end and a tree."""
 _TIMED_ROWS = 5
 
 
@@ -132,6 +134,11 @@ class LoadedModel(Loaded):
     """Whether its forward was to be recorded and could not be."""
 
     @property
+    def has_window(self) -> bool:
+        """Whether it drafts for texts beyond its context, as far as that has room for a window."""
+        return self.role == "draft" and self.context >= _LEAST_WINDOWED
+
+    @property
     def identity(self) -> Identity:
         return Identity(
             role=self.role,
@@ -150,6 +157,7 @@ class LoadedModel(Loaded):
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_bytes=self.kv_bytes_per_token * self.runner.cache.row_limit if self.is_context_shortened else 0,
             model_revision=self.model_revision,
+            has_window=self.has_window,
         )
 
 

@@ -74,8 +74,7 @@ class DraftPatience:
 class DraftClient:
     """One session's draft. Between `enter` and `close` a draft that fails is pinged until it answers.
 
-    One tokenizer may come with embeddings of two sizes: once the target has picked a token beyond the draft's
-    (its padding), the draft cannot follow the text and is not asked any more.
+    It is not asked for a text with a token beyond its embedding, which may be smaller than the target's.
     """
 
     def __init__(self, peer: DraftPeer, contract: SessionContract, retrier: Retrier, stats: SpeculationStats) -> None:
@@ -86,9 +85,8 @@ class DraftClient:
         self.is_busy = False
         """Whether a call that was waited for is under way, perhaps in the background."""
         self._peer, self._retrier, self._stats = peer, retrier, stats
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._num_known_nodes = asyncio.get_running_loop(), 0
         self._cooldown, self._earlier = Cooldown(), peer.closings.before()
-        self._num_known_nodes = 0
         self._in_background: asyncio.Task[None] | None = None
 
     def enter(self) -> None:
@@ -115,9 +113,14 @@ class DraftClient:
 
     @property
     def context(self) -> int:
-        """Tokens that a session of the draft may hold; unbounded while it is not known."""
+        """Tokens of the longest text that the draft takes; unbounded while it is not known."""
         identity = self._peer.identity
-        return identity.context if identity is not None else sys.maxsize
+        return identity.context if identity is not None and not identity.has_window else sys.maxsize
+
+    @property
+    def num_to_read(self) -> int:
+        """Tokens that the draft would have to read before its next tree."""
+        return self.contract.num_to_read(self._peer.identity)
 
     async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
@@ -222,8 +225,8 @@ class DraftClient:
             contract.is_open, contract.num_behind = True, 0
             if proposal.timings.sent_bytes:
                 contract.count_bytes(proposal.timings)
-            if len(turn.tail) >= LONG_TEXT and self._stats.plans:
-                self._stats.times.observe_taken_in(len(turn.tail), proposal.timings.device_ms / 1e3)
+            if proposal.timings.num_tokens >= LONG_TEXT and self._stats.plans:
+                self._stats.times.observe_taken_in(proposal.timings.num_tokens, proposal.timings.device_ms / 1e3)
             _check(proposal, turn, self._num_known_nodes, self._peer.identity)
         except Exception as error:  # noqa: BLE001 - a draft has no error that a request could have
             return self._fail(error, asked_s)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from specsplit.core.errors import AccessDenied, SlotBehind, SpecSplitError, StaleEpoch, StaleRound, WorkerFailed
-from specsplit.core.types import SessionParams, Timings, Turn, prefix_hash
+from specsplit.core.types import Identity, SessionParams, Timings, Turn, prefix_hash
 from specsplit.orchestrator.degraded import ReplayReason, WorkerRole
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.wire import Traffic
@@ -103,6 +103,14 @@ class SessionContract:
     def lacks_long_text(self) -> bool:
         """Whether it lacks so much that the reading is weighed apart from its rounds."""
         return self.num_missing >= LONG_TEXT
+
+    def num_to_read(self, worker: Identity | None) -> int:
+        """Return how many tokens `worker` would read for its next answer: of a long text a draft has its window."""
+        num_tokens = len(self.history.ids)
+        num_missing = num_tokens - self.num_held
+        if worker is None or not worker.has_window or num_tokens <= worker.context:
+            return num_missing
+        return min(num_missing, worker.context // 2)
 
     def next_turn(
         self,

@@ -323,6 +323,7 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
         numerics=identity.numerics,
         model_revision=identity.model_revision,
         fork_s=identity.fork_s,
+        has_window=identity.has_window,
     )
 
 
@@ -361,6 +362,7 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),
         model_revision=checked_hash(message.model_revision),
+        has_window=message.has_window,
         fork_s=message.fork_s if 0 < message.fork_s < math.inf else 0.0,
     )
 

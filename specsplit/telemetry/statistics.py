@@ -76,6 +76,20 @@ class WorkerStatistics:
 
 
 @record
+class SessionStatistics:
+    """The sessions of one worker at one moment."""
+
+    num_sessions: int
+    num_idle: int
+    """Sessions that could expire or be evicted."""
+    num_slots_used: int
+    """Slots of sessions and of borrowers; warm ones are as good as free."""
+    num_slots_warm: int = 0
+    num_reused_tokens: int = 0
+    """Tokens so far whose rows a new session found in a warm slot, or in another session's."""
+
+
+@record
 class WorkerLoad:
     """How busy a worker is; `num_slots` is 0 if nobody said."""
 

@@ -220,7 +220,12 @@ class SessionContract(Generic[Worker, Answer]):
         with pytest.raises(InvalidRequest):
             await self.ask(worker, turn)
 
-    async def test_a_tail_beyond_the_context_is_refused(self, worker: Worker) -> None:
-        context = (await worker.ping()).context
-        with pytest.raises(InvalidRequest):
-            await self.ask(worker, Script().first((5,) * (context + 1)))
+    async def test_a_tail_beyond_the_context_is_refused_but_for_a_window(self, worker: Worker) -> None:
+        identity = await worker.ping()
+        asking = self.ask(worker, Script().first((5,) * (identity.context + 1)))
+        if identity.has_window:
+            assert identity.role == "draft"
+            assert await asking
+        else:
+            with pytest.raises(InvalidRequest):
+                await asking

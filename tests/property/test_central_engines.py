@@ -49,6 +49,8 @@ counts = st.sampled_from([1, 2, 2, 7, 7, 7, 16, 48])
 modes = st.sampled_from(["auto", "plain", "lookup", "pingpong", "overlap", "stream"])
 kv_rows = st.sampled_from([1.0, 1.0, 1.3, None])
 """Full slots that the KV memory of a worker holds together; None is one each."""
+draft_contexts = st.sampled_from([CONTEXT, CONTEXT, 32, 17])
+"""Most texts outgrow the last two, so the draft has windows of them."""
 limits = st.tuples(st.sampled_from([None, 4, 12]), st.sampled_from([None, 3]))
 
 
@@ -61,13 +63,13 @@ class Pair:
         self.target, self.draft = (self._engine(data, role, num_slots) for role in (TargetEngine, DraftEngine))
 
     def _engine(self, data: st.DataObject, kind: type[Engine], num_slots: int) -> Engine:
-        limit = data.draw(kv_rows)
+        limit, context = data.draw(kv_rows), CONTEXT if kind is TargetEngine else data.draw(draft_contexts)
         model, runner = hash_model(
             "target" if kind is TargetEngine else "draft",
             max_sessions=num_slots,
-            context=CONTEXT,
+            context=context,
             node_limit=NODE_LIMIT,
-            row_limit=None if limit is None else int(limit * (CONTEXT + NODE_LIMIT)),
+            row_limit=None if limit is None else int(limit * (context + NODE_LIMIT)),
         )
         engine = kind(model)
         engine.open_queue(64)

@@ -40,10 +40,17 @@ def test_a_forward_that_is_not_recorded_is_said_and_gives_the_same_text(
     assert run(target, None, PLAIN, wanted)[0].token_ids == recorded[0].token_ids
 
 
-def test_a_draft_of_a_shorter_context_helps_as_far_as_it_reaches(tmp_path: Path) -> None:
-    target, draft = load(tmp_path / "llama", "target"), load(tmp_path / "llama", "draft", context=24)
-    assert "24 tokens is shorter than the target's 64" in Models(target, draft).degraded[0]
+@pytest.mark.parametrize("context", [15, 24])
+def test_a_draft_of_a_shorter_context_helps_with_a_window_or_as_far_as_it_reaches(tmp_path: Path, context: int) -> None:
+    target, draft = load(tmp_path / "llama", "target"), load(tmp_path / "llama", "draft", context=context)
+    degraded = Models(target, draft).degraded
     wanted = [request(PROMPT, tokens=50)]
     plain, speculative = run(target, None, PLAIN, wanted)[0], run(target, draft, TREE, wanted)[0]
     assert speculative.token_ids == plain.token_ids
-    assert 0 < speculative.speculative_decoding.num_spec_steps < speculative.num_rounds
+    num_trees = speculative.speculative_decoding.num_spec_steps
+    if context == 24:
+        assert not degraded
+        assert num_trees == speculative.num_rounds
+    else:
+        assert "15 tokens is shorter than the target's 64, and too short for a window" in degraded[0]
+        assert 0 < num_trees < speculative.num_rounds

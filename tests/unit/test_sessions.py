@@ -22,13 +22,13 @@ from specsplit.core.types import Budget, Proposal, SamplingParams, SessionParams
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.batch import WorkStatistics
 from specsplit.engine.executor import LoopExecutor
-from specsplit.engine.session import SessionStatistics
 from specsplit.model import memory
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.probe import probe
 from specsplit.target.engine import TargetEngine
+from specsplit.telemetry.statistics import SessionStatistics
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.runners import SteeredRunner, steered
 from tests.support.works import alive_work

@@ -365,6 +365,7 @@ class Identity(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     MODEL_REVISION_FIELD_NUMBER: _builtins.int
     FORK_S_FIELD_NUMBER: _builtins.int
+    HAS_WINDOW_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     protocol_version: _builtins.int
     model: _builtins.str
@@ -391,6 +392,8 @@ class Identity(_message.Message):
     """Commit of the hub that the model's files are of; empty if they are not from the hub, or nobody said."""
     fork_s: _builtins.float
     """Seconds that each further branch of a target's tree takes beside its rows; 0 where nobody measured."""
+    has_window: _builtins.bool
+    """Whether a draft takes texts beyond its context, of which it has the first tokens and the last."""
     @_builtins.property
     def step_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTime]:
         """As measured when the worker began, rows ascending; none where nobody measured."""
@@ -418,10 +421,11 @@ class Identity(_message.Message):
         kv_bytes: _builtins.int = ...,
         model_revision: _builtins.str = ...,
         fork_s: _builtins.float = ...,
+        has_window: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "fork_s", b"fork_s", "kv_bytes", b"kv_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "max_nodes", b"max_nodes", "model", b"model", "model_revision", b"model_revision", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "fork_s", b"fork_s", "has_window", b"has_window", "kv_bytes", b"kv_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "max_nodes", b"max_nodes", "model", b"model", "model_revision", b"model_revision", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

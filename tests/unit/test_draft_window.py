@@ -1,0 +1,120 @@
+"""A draft with a text that outgrows its context: it has the first tokens and the end, and reads no more than that."""
+
+from __future__ import annotations
+
+import pytest
+
+from specsplit.core.errors import InvalidRequest
+from specsplit.core.types import Budget
+from specsplit.draft.engine import DraftEngine
+from specsplit.engine.session import FIRST_TOKENS
+from tests.contract.session_contract import Script
+from tests.support.runners import SteeredRunner, steered
+from tests.unit.test_draft_engine import CHAIN, LONG_CHAIN, TREE, Conversation, engine, load, path_tokens, random_ids
+
+CONTEXT = 64
+
+
+def windowed(ids: list[int], length: int) -> list[int]:
+    """Return the text that the draft has read of `ids` if its window began when these were `length`."""
+    return [*ids[:FIRST_TOKENS], *ids[length - CONTEXT // 2 :]]
+
+
+async def offered(drafter: DraftEngine, ids: list[int], budget: Budget) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return what a session is offered whose whole text is `ids`."""
+    proposal = await Conversation(drafter, ids).fresh_proposal(budget)
+    return proposal.token_ids, proposal.log_probs
+
+
+def number_forwarded(runner: SteeredRunner) -> int:
+    return sum(len(entry.token_ids) for step in runner.steps for entry in step)
+
+
+def farthest(runner: SteeredRunner) -> int:
+    """Return one more than the last position at which a token was forwarded."""
+    return max(entry.base_length + len(entry.token_ids) for step in runner.steps for entry in step)
+
+
+@pytest.mark.parametrize("budget", [CHAIN, TREE], ids=["chain", "tree"])
+async def test_of_a_long_text_it_reads_the_first_tokens_and_the_end(budget: Budget) -> None:
+    model, runner = steered(load("llama", CONTEXT))
+    async with engine(model) as drafter:
+        ids = random_ids(500, 1)
+        proposal = await Conversation(drafter, ids).propose(budget)
+        num_read = FIRST_TOKENS + CONTEXT // 2
+        assert num_read <= number_forwarded(runner) < num_read + budget.max_new_nodes
+        assert proposal.root_position == 499
+        assert (proposal.token_ids, proposal.log_probs) == await offered(drafter, windowed(ids, 500), budget)
+
+
+async def test_the_window_moves_when_it_is_full_and_only_then() -> None:
+    model, runner = steered(load("llama", CONTEXT))
+    async with engine(model) as drafter:
+        talk = Conversation(drafter, random_ids(40, 2))
+        began, num_moves = 0, 0
+        for _ in range(60):
+            proposal = await talk.propose(CHAIN)
+            text = windowed(talk.ids, began) if began else talk.ids
+            if len(text) + CHAIN.max_depth > CONTEXT:
+                began, num_moves = len(talk.ids), num_moves + 1
+                text = windowed(talk.ids, began)
+            assert (proposal.token_ids, proposal.log_probs) == await offered(drafter, text, CHAIN)
+            talk.ids += [*path_tokens(proposal, 1), 7] if len(talk.ids) % 2 else [7]
+        assert num_moves == 4
+        assert farthest(runner) <= CONTEXT
+
+
+@pytest.mark.parametrize("kept", [400, 50, 3])
+async def test_a_text_that_goes_back_is_read_where_its_rows_are_missing(kept: int) -> None:
+    async with engine(load("llama", CONTEXT)) as drafter:
+        talk = Conversation(drafter, random_ids(410, 3))
+        await talk.propose(CHAIN)
+        talk.ids = [*talk.ids[:kept], 9, 8]
+        talk.have = kept
+        proposal = await talk.propose(CHAIN)
+        text = talk.ids if kept == 3 else windowed(talk.ids, 410 if kept == 400 else kept + 2)
+        assert proposal.root_position == len(talk.ids) - 1
+        assert (proposal.token_ids, proposal.log_probs) == await offered(drafter, text, CHAIN)
+
+
+async def test_the_next_turn_of_a_long_chat_goes_on_in_the_window() -> None:
+    model, runner = steered(load("llama", CONTEXT))
+    async with engine(model) as drafter:
+        first = Conversation(drafter, random_ids(200, 4))
+        await first.propose(CHAIN)
+        await drafter.close(first.script.session)
+        runner.steps.clear()
+        ids = [*first.ids, *random_ids(6, 5)]
+        script = Script(ids)
+        proposal = await drafter.propose(script.first(ids), 0, CHAIN)
+        assert number_forwarded(runner) == proposal.timings.num_tokens == 6 + CHAIN.max_depth - 1
+        assert (proposal.token_ids, proposal.log_probs) == await offered(drafter, windowed(ids, 200), CHAIN)
+
+
+async def test_a_text_that_shares_only_what_was_skipped_is_read_anew() -> None:
+    async with engine(load("llama", CONTEXT)) as drafter:
+        first = Conversation(drafter, random_ids(200, 6))
+        await first.propose(CHAIN)
+        await drafter.close(first.script.session)
+        ids = [*first.ids[:150], *random_ids(20, 7)]
+        proposal = await Conversation(drafter, ids).propose(CHAIN)
+        assert (proposal.token_ids, proposal.log_probs) == await offered(drafter, windowed(ids, 170), CHAIN)
+
+
+async def test_a_tree_deeper_than_the_window_has_room_for_is_cut() -> None:
+    model, runner = steered(load("llama", 16))
+    async with engine(model) as drafter:
+        talk = Conversation(drafter, random_ids(100, 8))
+        for token_id in range(20):
+            proposal = await talk.propose(LONG_CHAIN)
+            assert 1 <= len(proposal) <= 4
+            talk.ids.append(token_id)
+        assert farthest(runner) <= 16
+
+
+async def test_a_context_without_room_for_a_window_refuses_more() -> None:
+    model = load("llama", 15)
+    assert not model.identity.has_window
+    async with engine(model) as drafter:
+        with pytest.raises(InvalidRequest, match="longer than the draft's context of 15"):
+            await Conversation(drafter, random_ids(16, 9)).propose(CHAIN)
