@@ -163,7 +163,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     fallback: LoadOptions = {
         # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
         "threads": 1 if settings.runs_side_by_side else target.threads,
-        "default_context": min(target.context, DEFAULT_DRAFT_CONTEXT),
+        "default_context": _draft_context(settings.draft.device, target.context),
         "max_sessions": target.max_sessions,
         # A draft beside a target that counts its rows holds as many, if there is memory.
         "kv_rows": cache.row_limit if settings.target.kv_memory is not None else None,
@@ -194,7 +194,7 @@ def load_local(
             settings,
             _part(progress, "draft", 0.0, 1.0),
             {
-                "default_context": min(settings.target.context or DEFAULT_DRAFT_CONTEXT, DEFAULT_DRAFT_CONTEXT),
+                "default_context": _draft_context(settings.draft.device, settings.target.context),
                 "max_sessions": max_sessions,
                 # There is no other model here that the size could be for.
                 "kv_memory": parse_memory(settings.target.kv_memory),
@@ -241,7 +241,7 @@ def load_worker(
     has_all_cores: bool = False,
     kv_rows: int | None = None,
 ) -> LoadedModel:
-    """Load the model of a worker that serves; without a context it has its own, at most `default_context`.
+    """Load the model of a worker that serves; without a context a draft goes by its target's, `default_context`.
 
     `has_all_cores` says that nothing else computes on them, whatever address it listens on. `kv_rows` are those of all
     sessions where the settings name no memory for them.
@@ -254,7 +254,6 @@ def load_worker(
     from specsplit.model.loader import load_model
 
     source, kv_memory = settings.model or EMBEDDED, parse_memory(settings.kv_memory)
-    longest_default = DEFAULT_CONTEXT if role == "target" else DEFAULT_DRAFT_CONTEXT
     model = load_model(
         source,
         role=role,
@@ -265,7 +264,7 @@ def load_worker(
         max_threads=None if has_all_cores else most_threads(settings),
         vocab=settings.vocab if isinstance(settings, DraftSettings) else None,
         context=settings.context,
-        default_context=min(default_context or longest_default, longest_default),
+        default_context=_draft_context(settings.device, default_context) if role == "draft" else DEFAULT_CONTEXT,
         max_sessions=settings.sessions or MOST_SERVED,
         min_sessions=settings.sessions or SERVED_SESSIONS,
         kv_memory=kv_memory,
@@ -327,6 +326,12 @@ def most_threads(settings: WorkerSettings) -> int | None:
 
     is_near = isinstance(settings, DraftSettings) and is_loopback(parse_address(settings.listen, listening=True)[0])
     return max(1, num_cores() // 2) if is_near else None
+
+
+def _draft_context(device: str, of_target: int | None) -> int:
+    """Return the longest context of a draft for which none is set: its target's, and less where reading takes long."""
+    longest = DEFAULT_DRAFT_CONTEXT if device == "cpu" else max(DEFAULT_CONTEXT, of_target or 0)
+    return min(of_target or longest, longest)
 
 
 def _part(progress: Progress | None, role: Role, first: float, share: float) -> Progress | None:

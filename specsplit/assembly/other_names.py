@@ -14,6 +14,7 @@ _SETTINGS = {
     **dict.fromkeys(("model", "model_name", "hf_repo"), "target_model"),
     **dict.fromkeys(("assistant_model", "model_draft", "speculative_model"), "draft_model"),
     **dict.fromkeys(("max_model_len", "ctx_size", "n_ctx"), "context"),
+    "ctx_size_draft": "draft_context",
     **dict.fromkeys(("max_tokens", "n_predict", "predict"), "max_new_tokens"),
     **dict.fromkeys(("max_num_seqs", "parallel", "n_parallel"), "sessions"),
     **dict.fromkeys(("n_threads", "threads_batch"), "threads"),
@@ -83,7 +84,7 @@ _ANSWERS = {
         "here it is {device} cuda:N, since a model is on one GPU",
     ),
     **dict.fromkeys(
-        ("device_draft", "ctx_size_draft", "gpu_layers_draft"),
+        ("device_draft", "gpu_layers_draft"),
         "a draft takes what the target has, or what {config} FILE says under [draft]",
     ),
     **dict.fromkeys(

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from specsplit.core.sections import WorkerSettings
+from specsplit.limits import MAX_TAIL
 
 if TYPE_CHECKING:
     from specsplit.draft.engine import DraftEngine
@@ -41,7 +42,9 @@ async def serving(workers: Sequence[tuple[LoadedModel, WorkerSettings]]) -> Asyn
         stack.push_async_callback(executor.close)
         engines = [await _engine(stack, executor, *worker) for worker in workers]
         services = [service for _, service in engines]
-        largest = max(largest_request(each.context, each.vocab_size) for each, _ in workers)
+        # A draft with a window takes the text of a target whatever its length.
+        texts = [(MAX_TAIL if each.has_window else each.context, each.vocab_size) for each, _ in workers]
+        largest = max(largest_request(*text) for text in texts)
         limits = server.ServerLimits(max_message_bytes=largest)
         security = open_security(settings, model.role)
         running = await stack.enter_async_context(

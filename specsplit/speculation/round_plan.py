@@ -62,7 +62,7 @@ class RoundPlanner:
     answered a few times; without a draft it compares `stream` only. `end` is the number of tokens, prompt included, at
     which the session must stop; `max_nodes` is the target's limit.
 
-    Beyond the draft's context a fixed mode goes on with lookup alone, and `auto` as it does without a draft.
+    Beyond the longest text that the draft takes a fixed mode goes on with lookup alone, and `auto` as without a draft.
     """
 
     def __init__(

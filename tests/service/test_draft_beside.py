@@ -29,7 +29,8 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     folder = tmp_path_factory.mktemp("both")
-    worker = WorkerProcess("target", folder, "--draft-model", "embedded", "--metrics", "127.0.0.1:0")
+    options = ("--draft-model", "embedded", "--draft-context", "32")  # texts are longer: it has a window of them
+    worker = WorkerProcess("target", folder, *options, "--metrics", "127.0.0.1:0")
     yield worker
     worker.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -135,11 +134,12 @@ def test_the_path_of_a_model_is_for_nobody_else(tmp_path: Path) -> None:
             load_settings({"served_name": wrong}, purpose="target")
 
 
-def test_a_draft_goes_as_far_as_its_target_if_it_was_made_for_that() -> None:
+def test_a_draft_has_as_much_of_a_text_as_its_target_and_2048_tokens_at_most() -> None:
     settings = DraftSettings.model_validate({"model": str(EMBEDDED_TARGET), "sessions": 1, "threads": 1})
-    native = json.loads((EMBEDDED_TARGET / "config.json").read_text())["max_position_embeddings"]
-    contexts = [load_worker("draft", settings, default_context=each).context for each in (64, native + 1)]
-    assert contexts == [64, native]
+    contexts = [load_worker("draft", settings, default_context=each).context for each in (64, 4096, None)]
+    assert contexts == [64, 2048, 2048]
+    longer = settings.model_copy(update={"context": 4096})
+    assert load_worker("draft", longer).context == 4096
 
 
 def test_users_of_the_python_face_see_no_lines_of_grpc() -> None:
