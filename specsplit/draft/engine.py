@@ -19,6 +19,7 @@ from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
 from specsplit.engine.prefill import prefill
 from specsplit.engine.session import FIRST_TOKENS, WorkerSession
+from specsplit.limits import MAX_TOKENS
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import candidate_estimates, estimates_of, num_compared
@@ -53,8 +54,9 @@ class DraftEngine(Engine):
         length = turn.base_length + len(turn.tail)
         if length < 1:
             raise InvalidRequest("A tree needs a token to hang on; the session has none.", param="tail")
-        if length > self._model.context and not self._model.has_window:
-            raise InvalidRequest(f"The session is longer than the draft's context of {self._model.context} tokens.")
+        longest = MAX_TOKENS if self._model.has_window else self._model.context
+        if length > longest:
+            raise InvalidRequest(f"The session is longer than {longest} tokens, the most that the draft takes.")
         if turn.tail and (min(turn.tail) < 0 or max(turn.tail) >= self._vocab_size):
             raise InvalidRequest("The tail has a token id outside the vocabulary.", param="tail")
         if budget.max_new_nodes > self._model.node_limit:

@@ -71,9 +71,11 @@ async def test_a_last_stage_that_reports_the_next_one_is_named(monkeypatch: pyte
 
 
 async def test_a_chain_that_ends_on_purpose_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    whole = shards("stages", (2,))  # a load is logged, too
+    caplog.clear()
     caplog.set_level(logging.INFO)
     chain = ChainId("me", 1)
-    async with served(shards("stages", (2,)).stages) as hosts:
+    async with served(whole.stages) as hosts:
         peers = [StagePeer(host.address) for host in hosts]
         try:
             await peers[0].configure(chain, 0, 2, peers[1].address, keep_slots=False)

@@ -28,7 +28,7 @@ from specsplit.core.types import (
 )
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.prefill import PrefillReport
-from specsplit.engine.session import SessionTable, WorkerSession
+from specsplit.engine.session import FIRST_TOKENS, SessionTable, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import candidate_estimates
 from specsplit.sampling.sampler import Sampler
@@ -186,7 +186,7 @@ class _Watch:
                     entry.token_ids,
                     entry.parents,
                     entry.num_logits,
-                    committed=self.ledger.rows_of(turn),
+                    committed=self.rows_of(turn, sessions),
                 )
                 try:
                     logits = yield claimed
@@ -200,6 +200,18 @@ class _Watch:
         finally:
             work.close()
 
+    def rows_of(self, turn: Turn, sessions: SessionTable) -> list[int]:
+        """Return what the session's rows ought to hold; a draft has none for the middle of a long text."""
+        held = sessions.find(turn.session)
+        if held is None or not held.num_skipped:
+            return self.ledger.rows_of(turn)
+        return row_values(_with_rows(self.ledger.ids_of(turn), held.num_skipped))
+
+
+def _with_rows(ids: Sequence[int], num_skipped: int) -> list[int]:
+    """Return those of a session's ids that have rows."""
+    return [*ids[:FIRST_TOKENS], *ids[FIRST_TOKENS + num_skipped :]]
+
 
 def _plant(held: WorkerSession | None, runner: HashRunner, rng: random.Random) -> bool:
     """Give an idle session's slot other tokens, or none, from some position on; return whether there was one."""
@@ -211,7 +223,7 @@ def _plant(held: WorkerSession | None, runner: HashRunner, rng: random.Random) -
     held.extend(other)
     held.kept = None
     rows: list[Row] = runner.cache.rows[held.slot.index]
-    values = row_values(held.ids)
+    values = row_values(_with_rows(held.ids, held.num_skipped))
     rows[: len(values)] = map(Row, values, [START, *values])
     return True
 
@@ -310,7 +322,7 @@ class WatchedDraft(DraftEngine):
             return []
         sampler = Sampler(self.watch.ledger.params_of("draft", turn.session), VOCAB_SIZE, torch.device("cpu"))
         below = [list(path[len(ids) :]) for path in parents]
-        top = self.watch.ledger.rows_of(turn)[-1]
+        top = self.watch.rows_of(turn, self._sessions)[-1]
         values = [row_values(path, top)[-1] if path else top for path in below]
         scores = sampler.scores(draft_logits(values), ids, [len(path) for path in below], below)
         return candidate_estimates(scores, branching)[0]

@@ -116,5 +116,5 @@ async def test_a_context_without_room_for_a_window_refuses_more() -> None:
     model = load("llama", 15)
     assert not model.identity.has_window
     async with engine(model) as drafter:
-        with pytest.raises(InvalidRequest, match="longer than the draft's context of 15"):
+        with pytest.raises(InvalidRequest, match="longer than 15 tokens, the most"):
             await Conversation(drafter, random_ids(16, 9)).propose(CHAIN)

@@ -119,9 +119,10 @@ def test_errors_of_a_session_are_logged_once_each_and_go_on(caplog: pytest.LogCa
 
 
 async def test_sessions_that_lose_their_slots_are_logged_with_their_requests(caplog: pytest.LogCaptureFixture) -> None:
+    clock, params, model = HandClock(), PARAMS, whole()
+    caplog.clear()  # a load is logged, too
     caplog.set_level(logging.INFO, "specsplit.sessions")
-    clock, params = HandClock(), PARAMS
-    target = TargetEngine(whole(), ttl_s=60.0, grace_s=5.0, clock=clock)
+    target = TargetEngine(model, ttl_s=60.0, grace_s=5.0, clock=clock)
     keys = [f"key-{number}" for number in range(whole().max_sessions + 1)]
     try:
         for number, key in enumerate(keys):
