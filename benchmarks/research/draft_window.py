@@ -72,8 +72,8 @@ def measure(settings: WindowSettings, tick: Tick) -> list[Answer]:
 
         pipelines = {context: opened(settings.mode, min(context, longest)) for context in settings.contexts}
         pipelines = {0: opened("plain", longest), **pipelines}
-        human = "\n\n".join(prompt.text for prompt in load(HELD_OUT, None))
-        text = pipelines[0].generate(human, max_new_tokens=1).prompt_token_ids
+        human = [pipelines[0].generate(f"{each.text}\n\n", max_new_tokens=1) for each in load(HELD_OUT, None)]
+        text = [token_id for result in human for token_id in result.prompt_token_ids]
         for number in range(settings.rounds + 1):
             for length in settings.lengths:
                 prompt = (text[_STRIDE * number :] + text * (1 + length // len(text)))[:length]

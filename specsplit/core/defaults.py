@@ -29,9 +29,7 @@ MODE: Mode = "auto"
 
 DEFAULT_PRIORITY = 5
 DEFAULT_CONTEXT = 4096  # upper limit of the default context; `--context` allows a longer one
-DEFAULT_DRAFT_CONTEXT = (
-    2048  # the same for a draft on a CPU, where it costs much to read more (docs/log.md, 2026-11-29)
-)
+DEFAULT_DRAFT_CONTEXT = 2048  # the same of a draft on a CPU, which would read for long (docs/log.md, 2026-11-29)
 DEFAULT_NODE_LIMIT = 128  # tree rows behind a slot's committed tokens
 DEFAULT_UNACKNOWLEDGED = 8  # commits that a streaming target makes before it hears that the first of them arrived
 DEFAULT_NODES = 4

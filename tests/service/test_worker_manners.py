@@ -134,7 +134,7 @@ def test_the_path_of_a_model_is_for_nobody_else(tmp_path: Path) -> None:
             load_settings({"served_name": wrong}, purpose="target")
 
 
-def test_a_draft_has_as_much_of_a_text_as_its_target_and_2048_tokens_at_most() -> None:
+def test_a_draft_has_its_targets_context_and_2048_tokens_at_most() -> None:
     settings = DraftSettings.model_validate({"model": str(EMBEDDED_TARGET), "sessions": 1, "threads": 1})
     contexts = [load_worker("draft", settings, default_context=each).context for each in (64, 4096, None)]
     assert contexts == [64, 2048, 2048]

@@ -41,7 +41,7 @@ def test_a_forward_that_is_not_recorded_is_said_and_gives_the_same_text(
 
 
 @pytest.mark.parametrize("context", [15, 24])
-def test_a_draft_of_a_shorter_context_helps_with_a_window_or_as_far_as_it_reaches(tmp_path: Path, context: int) -> None:
+def test_a_draft_of_a_shorter_context_has_a_window_or_helps_until_there(tmp_path: Path, context: int) -> None:
     target, draft = load(tmp_path / "llama", "target"), load(tmp_path / "llama", "draft", context=context)
     degraded = Models(target, draft).degraded
     wanted = [request(PROMPT, tokens=50)]
