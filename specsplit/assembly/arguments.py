@@ -143,7 +143,7 @@ class PipelineOptions(ClientOptions, total=False):
     context: int
     """Tokens of prompt and answer together; by default the model's, at most 4096."""
     draft_context: int
-    """Tokens that the draft has of a text; of a longer one it reads the end. By default 2048 at most on a CPU."""
+    """Tokens that the draft has of a text; of a longer one it reads the end. By default 1024 at most on a CPU."""
     kv_memory: str
     """Memory for the KV cache of all sessions: bytes such as `8GiB`, or a share of what is free such as `0.85`."""
     sessions: int

@@ -28,9 +28,9 @@ def with_draft(effective: EffectiveSettings) -> EffectiveSettings:
     """
     target, origins = effective.settings.target, effective.origins
     if target.draft_model is None:
-        vocab = origins.get("draft.vocab")
-        if vocab is not None and vocab.layer == "command line":
-            raise InvalidSettings(f"{vocab.name} is for a draft: name one with --draft-model, or leave it out.")
+        for origin in filter(None, map(origins.get, ("draft.vocab", "draft.context"))):
+            if origin.layer == "command line":
+                raise InvalidSettings(f"{origin.name} is for a draft: name one with --draft-model, or leave it out.")
         return effective
     taken = {
         name: f"target.{name}" for name in _TAKEN if f"draft.{name}" not in origins and f"target.{name}" in origins

@@ -97,7 +97,7 @@ def _draft_options(settings: Settings, source: str) -> list[str]:
     """Return the options of the command that serves a draft alone."""
     options = _options(settings.draft, source)
     if settings.target.context is not None:
-        # It drafts as far as the target goes, if it was made for that.
+        # It needs no more of a text, if it was made for that.
         options += ["--default-context", str(settings.target.context)]
     if settings.is_remote or settings.target.device.startswith("cuda"):
         options.append("--all-cores")  # the target computes elsewhere

@@ -200,7 +200,8 @@ def _context(model: LoadedModel) -> str:
     rope: Any = getattr(text, "rope_parameters", None) or {}
     limit = longest_context(getattr(text, "max_position_embeddings", None), rope)
     is_less = limit is not None and model.context < limit
-    return f"{model.context} of the {limit} that it was made for (--context)" if is_less else str(model.context)
+    option = "--context" if model.role == "target" else "--draft-context"
+    return f"{model.context} of the {limit} that it was made for ({option})" if is_less else str(model.context)
 
 
 def _exactness(model: LoadedModel) -> Check:

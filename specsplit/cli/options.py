@@ -93,11 +93,11 @@ Context = Annotated[
 ]
 _DRAFT_CONTEXT = "Tokens that the draft has of a text; of a longer one it reads the end."
 DraftContext = Annotated[
-    int | None, option("--draft-context", _MODELS, _DRAFT_CONTEXT, "the model's, at most 2048 on a CPU", "N")
+    int | None, option("--draft-context", _MODELS, _DRAFT_CONTEXT, "the model's, at most 1024 on a CPU", "N")
 ]
 ServedDraftContext = Annotated[
     int | None,
-    option("--context --draft-context -c", _MODELS, _DRAFT_CONTEXT, "the model's, at most 2048 on a CPU", "N"),
+    option("--context --draft-context -c", _MODELS, _DRAFT_CONTEXT, "the model's, at most 1024 on a CPU", "N"),
 ]
 _KV = "Memory for the KV cache of all sessions, in bytes or as a fraction of what is free."
 KVMemory = Annotated[str | None, option("--kv-memory", _MODELS, _KV, "each session's context in full", "8GiB|0.85")]

@@ -29,7 +29,7 @@ MODE: Mode = "auto"
 
 DEFAULT_PRIORITY = 5
 DEFAULT_CONTEXT = 4096  # upper limit of the default context; `--context` allows a longer one
-DEFAULT_DRAFT_CONTEXT = 2048  # the same of a draft on a CPU, which would read for long (docs/log.md, 2026-11-29)
+DEFAULT_DRAFT_CONTEXT = 1024  # the same of a draft on a CPU, which would read for long (docs/log.md, 2026-11-29)
 DEFAULT_NODE_LIMIT = 128  # tree rows behind a slot's committed tokens
 DEFAULT_UNACKNOWLEDGED = 8  # commits that a streaming target makes before it hears that the first of them arrived
 DEFAULT_NODES = 4
@@ -42,9 +42,7 @@ MAX_NEW_TOKENS = 128
 TEMPERATURE = 0.0
 TOP_P = 1.0
 TOP_K = 0
-MIN_P = 0.0
-PRESENCE_PENALTY = 0.0
-FREQUENCY_PENALTY = 0.0
+MIN_P = PRESENCE_PENALTY = FREQUENCY_PENALTY = 0.0
 REPETITION_PENALTY = 1.0
 
 LISTEN = "127.0.0.1:0"

@@ -197,13 +197,15 @@ class Proposal:
     parents: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     timings: Timings = field(default=Timings(), compare=False)
+    num_skipped: int = field(default=0, compare=False)  # tokens of the text that the draft has no rows for
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def timed(self, timings: Timings) -> Proposal:
         """Return the same tree with other timings."""
-        return Proposal(self.first_node, self.root_position, self.token_ids, self.parents, self.log_probs, timings)
+        tree = self.first_node, self.root_position, self.token_ids, self.parents, self.log_probs
+        return Proposal(*tree, timings, self.num_skipped)
 
 
 @record

@@ -18,13 +18,14 @@ from specsplit.engine.batch import MOST_ROUND_ROWS, Round
 from specsplit.engine.cancellation import to_its_end
 from specsplit.engine.engine import Engine
 from specsplit.engine.prefill import prefill
-from specsplit.engine.session import FIRST_TOKENS, WorkerSession
-from specsplit.limits import MAX_TOKENS
+from specsplit.engine.session import WorkerSession
+from specsplit.limits import MAX_TAIL
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.pick import candidate_estimates, estimates_of, num_compared
 from specsplit.sampling.row_search import RowSearch
 from specsplit.sampling.sampler import Sampler
+from specsplit.speculation.constants import FIRST_TOKENS, WINDOW_ROOM
 from specsplit.speculation.token_tree import ROOT_INDEX
 
 
@@ -54,7 +55,7 @@ class DraftEngine(Engine):
         length = turn.base_length + len(turn.tail)
         if length < 1:
             raise InvalidRequest("A tree needs a token to hang on; the session has none.", param="tail")
-        longest = MAX_TOKENS if self._model.has_window else self._model.context
+        longest = MAX_TAIL if self._model.has_window else self._model.context
         if length > longest:
             raise InvalidRequest(f"The session is longer than {longest} tokens, the most that the draft takes.")
         if turn.tail and (min(turn.tail) < 0 or max(turn.tail) >= self._vocab_size):
@@ -107,12 +108,10 @@ class Grower:
         num_forwarded = 0
         try:
             pending = self._align(turn)
-            num_left = context - session.slot.length - len(pending)
-            is_empty = session.num_skipped and session.slot.length <= FIRST_TOKENS  # the text went back behind it
-            if self._has_window and (is_empty or num_left < min(budget.max_depth, context // 4)):
+            num_rows = session.slot.length + len(pending)
+            if (num_rows + WINDOW_ROOM > context or session.num_skipped) and self._is_window_due(num_rows):
                 pending = yield from self._move_window(pending)
-                num_left = context - session.slot.length - len(pending)
-            max_depth = min(budget.max_depth, num_left)
+            max_depth = min(budget.max_depth, context - session.slot.length - len(pending))
             if len(pending) > MOST_ROUND_ROWS:
                 pending = yield from prefill(session, pending, self._chunk_tokens, self._chunk_tokens)
             # One forward per level: [pending tokens] for the root's children, then the frontier's nodes side by side.
@@ -155,18 +154,29 @@ class Grower:
             session.truncate(held - 1)
         return tail
 
+    def _is_window_due(self, num_rows: int) -> bool:
+        """Return whether there is no room for a tree behind so many rows, or a long text went back and left few."""
+        session, context = self._session, self._model.context
+        assert session.sampler is not None, "the session has begun"
+        params = session.sampler.params
+        num_left = params.prompt_length + params.max_tokens - num_rows - session.num_skipped
+        room = min(WINDOW_ROOM, max(num_left, 0)) if params.max_tokens else WINDOW_ROOM
+        is_left = session.num_skipped > 0 and num_rows < context // 4
+        return self._has_window and (is_left or num_rows + room > context)
+
     def _move_window(self, pending: Sequence[int]) -> Generator[SequenceInput, Tensor, Sequence[int]]:
         """Forget the text's rows but for those of its first tokens, and return the end of it, to be read anew."""
         session = self._session
-        text = [*session.ids, *pending]
         self._tree = DraftTree()
-        session.truncate(min(len(session.ids), FIRST_TOKENS))
-        if first := text[len(session.ids) : FIRST_TOKENS]:
+        if num_lacking := max(FIRST_TOKENS - len(session.ids), 0):
+            first, pending = pending[:num_lacking], pending[num_lacking:]
             yield SequenceInput(session.slot.index, session.slot.length, first)
             session.extend(first)
-        start = max(len(text) - self._model.context // 2, FIRST_TOKENS)
-        session.skip(text[FIRST_TOKENS:start])
-        return text[start:]
+        held = len(session.ids)
+        start = max(held + len(pending) - self._model.context // 2, FIRST_TOKENS)
+        window = [*session.ids[start:], *pending[max(start - held, 0) :]]
+        session.skip_to(start, pending)
+        return window
 
     def _reroot(self, path: list[int], tail: Sequence[int]) -> Sequence[int]:
         """Commit the nodes of `path`, which spell the tail's first tokens; return the tokens that follow them.
@@ -233,4 +243,5 @@ class Grower:
             token_ids=tuple([nodes.token_ids[node] for node in new]),
             parents=tuple([ROOT if parent == ROOT_INDEX else numbers[parent] for parent in parents]),
             log_probs=quantised_log_probs([nodes.log_probs[node] for node in new]),
+            num_skipped=self._session.num_skipped,
         )

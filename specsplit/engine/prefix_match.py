@@ -63,16 +63,20 @@ class Match:
         return self.length == len(self.holder.ids)
 
 
-def longest_match(token_ids: Sequence[int], salt: str | None, holders: Iterable[Holder]) -> Match | None:
+def longest_match(token_ids: Sequence[int], salt: str | None, holders: Iterable[Holder], capacity: int) -> Match | None:
     """Return the holder with the most rows of the first tokens, of equals a whole match, or the later one.
 
     None if nobody of this salt (None: any) holds LEAST_REUSED of them. The last token never counts: its logits are
-    needed.
+    needed. A slot that has no room for the rest of them is of no use.
     """
     wanted = token_ids[:-1]
     least = wanted[:LEAST_REUSED]
     kin = [
-        holder for holder in holders if salt in (None, holder.salt) and list(holder.ids[:LEAST_REUSED]) == list(least)
+        holder
+        for holder in holders
+        if salt in (None, holder.salt)
+        and list(holder.ids[:LEAST_REUSED]) == list(least)
+        and len(token_ids) - holder.num_skipped <= capacity
     ]
     if len(least) < LEAST_REUSED or not kin:
         return None

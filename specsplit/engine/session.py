@@ -20,11 +20,12 @@ from specsplit.engine.idle_sessions import IdleSessions, Pins
 from specsplit.engine.prefix_match import LEAST_REUSED, Match
 from specsplit.engine.replays import Replays
 from specsplit.engine.seniority import Seniority
-from specsplit.engine.slots import HEADROOM_ROWS, Reclaim, Slots
+from specsplit.engine.slots import Reclaim, Slots, first_rows
 from specsplit.model.kv_cache import Slot
 from specsplit.model.loader import LoadedModel
 from specsplit.sampling.processors import CommittedIds
 from specsplit.sampling.sampler import Sampler
+from specsplit.speculation.constants import FIRST_TOKENS
 from specsplit.telemetry.session_log import SessionEvent, log_session
 from specsplit.telemetry.statistics import SessionStatistics
 
@@ -32,8 +33,6 @@ TTL_S = 60.0
 """A session that was not used for so long has lost its client."""
 GRACE_S = 5.0
 """A session that was used within this time is not evicted for another one."""
-FIRST_TOKENS = 4
-"""Tokens at the beginning of a text that always have rows: models give them much attention, whatever they are."""
 
 
 class NoAnswer(Enum):
@@ -61,7 +60,7 @@ class WorkerSession:
         self.hashes: list[int] = []
         """The prefix hash behind each of the ids."""
         self.num_reused = 0
-        """The first ids, whose rows were there before the session began."""
+        """The first rows, which were there before the session began."""
         self.num_skipped = 0
         """Ids behind the FIRST_TOKENS that have no rows."""
         self.sampler: Sampler | None = None
@@ -183,20 +182,20 @@ class WorkerSession:
         self.ids.extend(token_ids)
         self.slot.length = len(self.ids) - self.num_skipped
 
-    def skip(self, token_ids: Sequence[int]) -> None:
-        """Commit tokens behind the FIRST_TOKENS that get no rows; later ones get theirs as if these were not there."""
-        self.num_skipped += len(token_ids)
-        self.extend(token_ids)
+    def skip_to(self, length: int, token_ids: Sequence[int]) -> None:
+        """Cut the text, ids and then `token_ids`, to `length`, and leave rows to the FIRST_TOKENS alone.
+
+        Later tokens get theirs as if those between were not there.
+        """
+        self.truncate(min(length, len(self.ids)))
+        self.extend(token_ids[: length - len(self.ids)])
+        self.num_skipped = length - FIRST_TOKENS
+        self.slot.length = FIRST_TOKENS
 
     def check_integrity(self) -> None:
         assert len(self.ids) == len(self.hashes) == self.slot.length + self.num_skipped, (
             "ids, hashes and slot differ in length"
         )
-
-
-def first_rows(model: LoadedModel, turn: Turn) -> int:
-    """Return the rows that a session reserves when it opens: its tokens, and some for nodes and what follows."""
-    return min(len(turn.tail), model.context) + min(model.node_limit, HEADROOM_ROWS)
 
 
 class SessionTable:

@@ -15,11 +15,12 @@ from specsplit.core import defaults
 from specsplit.core.defaults import PrefixReuse
 from specsplit.core.errors import NoFreeSlot
 from specsplit.core.record import record
-from specsplit.core.types import prefix_hashes
+from specsplit.core.types import Turn, prefix_hashes
 from specsplit.engine.prefix_match import LEAST_REUSED, Holder, Match, longest_match
 from specsplit.engine.row_budget import RowBudget
 from specsplit.model.kv_cache import Slot, SlotPool
 from specsplit.model.loader import LoadedModel
+from specsplit.speculation.constants import FIRST_TOKENS
 
 FEW_ROWS = 0.25
 """Share of the rows that match, and of those of the slot that goes first if it is the caller's, up to which rows
@@ -189,8 +190,8 @@ class Slots:
     def _match(self, tail: Sequence[int], salt: str, sessions: Iterable[Holder]) -> Match | None:
         if self.prefix_reuse == "off":
             return None
-        lenders = [each for each in sessions if not each.is_in_doubt] if self._cache.can_copy else []
-        return longest_match(tail, salt if self.prefix_reuse == "caller" else None, [*self._warm.values(), *lenders])
+        holders = [*self._warm.values(), *[each for each in sessions if self._cache.can_copy and not each.is_in_doubt]]
+        return longest_match(tail, salt if self.prefix_reuse == "caller" else None, holders, self._cache.capacity)
 
     def _may_take_over(self, match: Match, num_rows: int) -> bool:
         """Whether a session may begin in the warm slot itself: nobody else misses it, or there is no other way."""
@@ -300,13 +301,19 @@ def borrowed_slot(
         slots.keep(WarmSlot(slot, loan.salt, ids, prefix_hashes(ids)))
 
 
+def first_rows(model: LoadedModel, turn: Turn) -> int:
+    """Return the rows that a session reserves when it opens: its tokens, and some for nodes and what follows."""
+    num_rows = len(turn.tail) if len(turn.tail) <= model.context else FIRST_TOKENS + model.context // 2
+    return num_rows + min(model.node_limit, HEADROOM_ROWS)
+
+
 def _has_few_more(match: Match, first: WarmSlot) -> bool:
     """Whether there are few rows behind a match beside its own, and those of the slot that would go for a copy.
 
     Of a stranger's slot nothing is asked, since whoever has the match could tell its length by what became of his own.
     """
-    others = len(first.ids) if first.salt == match.holder.salt else match.length
-    return len(match.holder.ids) - match.length <= FEW_ROWS * min(match.length, others)
+    others = len(first.ids) - first.num_skipped if first.salt == match.holder.salt else match.num_rows
+    return len(match.holder.ids) - match.length <= FEW_ROWS * min(match.num_rows, others)
 
 
 def all_in_use(num_slots: int) -> str:

@@ -43,7 +43,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP32_DRAFT_WIDTH = 512
 """Widest draft that is computed in fp32 by default. A draft forwards one or two rows at a time, and there a product of
 so few inputs takes longer to begin in bf16 than in fp32; in wider models a long prompt would take twice as long."""
-_LEAST_WINDOWED = 16
+_CONTEXT_OPTIONS = {"target": "--context", "draft": "--draft-context"}
+_LEAST_WINDOWED = 32
 """Least context of a draft with room for a text's first tokens, its end and a tree."""
 _TIMED_ROWS = 5
 
@@ -191,7 +192,7 @@ def load_model(
         model = noted(load_weights(path, name, config, dtype, device))
         kept = _trimmed(model, options.get("vocab"), reading.result, name)
         report("probing", 0.7)
-        probed, wanted = probe(model), _kv_request(config, options, name)
+        probed, wanted = probe(model), _kv_request(config, options, name, role)
         plan = plan_slots(model, probed, wanted)
         fix_positions(model, plan.context)
         runner = Runner(EagerBackend(model, probed, kept), allocate(model, probed, plan), plan.context)
@@ -315,7 +316,7 @@ def context_limit(config: Any) -> int | None:
     return longest_context(getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {})
 
 
-def as_context(config: Any, context: int | None, default_context: int, name: str) -> int:
+def as_context(config: Any, context: int | None, default_context: int, name: str, option: str = "--context") -> int:
     """Return the context of a setting, by default that of the model, at most `default_context`."""
     made_for = getattr(config.get_text_config(), "max_position_embeddings", None)
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
@@ -327,7 +328,7 @@ def as_context(config: Any, context: int | None, default_context: int, name: str
         raise InvalidRequest(f"context must be at least 2 tokens, not {context}.", param="context")
     if limit is not None and context > limit:
         raise InvalidRequest(
-            f"{name} was made for contexts of up to {limit} tokens, so --context {context} is too long.",
+            f"{name} was made for contexts of up to {limit} tokens, so {option} {context} is too long.",
             param="context",
         )
     return context
@@ -337,11 +338,11 @@ def _shapes(probed: ProbeResult) -> list[tuple[Any, Any]]:
     return [(layer.key_shape, layer.value_shape) for layer in probed.layers]
 
 
-def _kv_request(config: Any, options: LoadOptions, name: str) -> KVRequest:
+def _kv_request(config: Any, options: LoadOptions, name: str, role: Role) -> KVRequest:
     """Return what the options ask of the KV slots."""
     default_context = options.get("default_context", DEFAULT_CONTEXT)
     return KVRequest(
-        as_context(config, options.get("context"), default_context, name),
+        as_context(config, options.get("context"), default_context, name, _CONTEXT_OPTIONS[role]),
         options.get("node_limit", DEFAULT_NODE_LIMIT),
         options.get("max_sessions", 1),
         options.get("min_sessions"),

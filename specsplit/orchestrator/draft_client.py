@@ -21,7 +21,7 @@ from specsplit.orchestrator.degraded import Reason
 from specsplit.orchestrator.events import reason_of
 from specsplit.orchestrator.peer import Cooldown, DraftPeer
 from specsplit.orchestrator.retry import Retrier
-from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, SessionContract
+from specsplit.orchestrator.session_contract import CONTRACT_ERRORS, MAX_RAISES, DraftContract
 from specsplit.speculation.constants import EXPLORED_ROUNDS, LONG_TEXT
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
@@ -46,7 +46,7 @@ class DraftPatience:
     draft counts as slow. Where its usual time is known, as in `auto`, no round waits beyond a few times that.
     """
 
-    def __init__(self, draft_s: float, contract: SessionContract, stats: SpeculationStats) -> None:
+    def __init__(self, draft_s: float, contract: DraftContract, stats: SpeculationStats) -> None:
         self.is_over = False
         """Whether the draft is at work on a tree for so long that it counts as slow."""
         self._draft_s, self._contract, self._stats = draft_s, contract, stats
@@ -77,8 +77,9 @@ class DraftClient:
     It is not asked for a text with a token beyond its embedding, which may be smaller than the target's.
     """
 
-    def __init__(self, peer: DraftPeer, contract: SessionContract, retrier: Retrier, stats: SpeculationStats) -> None:
+    def __init__(self, peer: DraftPeer, contract: DraftContract, retrier: Retrier, stats: SpeculationStats) -> None:
         self.contract = contract
+        contract.know(peer.identity)
         self.asked_s = 0.0
         """When the call began that was answered last."""
         self.patience = DraftPatience(retrier.policy.draft_s, contract, stats)
@@ -116,11 +117,6 @@ class DraftClient:
         """Tokens of the longest text that the draft takes; unbounded while it is not known."""
         identity = self._peer.identity
         return identity.context if identity is not None and not identity.has_window else sys.maxsize
-
-    @property
-    def num_to_read(self) -> int:
-        """Tokens that the draft would have to read before its next tree."""
-        return self.contract.num_to_read(self._peer.identity)
 
     async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
@@ -208,6 +204,8 @@ class DraftClient:
         try:
             while True:
                 # Without a slot the round goes on without the draft: nobody waits in a draft's queue.
+                if not contract.is_open:
+                    contract.know(self._peer.identity)
                 opening = None if contract.is_open else _opening(self._peer.identity, contract.params)
                 left_s = None if opening is None else self._retrier.max_wait_s
                 turn = contract.next_turn(opening, time_left_s=left_s, waits=False)
@@ -222,7 +220,7 @@ class DraftClient:
                     if num_raises > MAX_RAISES:
                         raise
                     await self._resume(error, turn)
-            contract.is_open, contract.num_behind = True, 0
+            contract.is_open, contract.num_behind, contract.num_skipped = True, 0, proposal.num_skipped
             if proposal.timings.sent_bytes:
                 contract.count_bytes(proposal.timings)
             if proposal.timings.num_tokens >= LONG_TEXT and self._stats.plans:

@@ -114,7 +114,7 @@ class Rounds:
             len(history.ids),
             draft.context if draft is not None else sys.maxsize,
             has_draft=draft is not None and trouble is None and not draft.is_busy,
-            num_missing=draft.num_to_read if draft is not None and self.mode == "auto" else 0,
+            num_to_read=draft.contract.num_to_read if draft is not None and self.mode == "auto" else 0,
         )
         decision = plan.decision if not plan.is_resting else None
 

@@ -25,7 +25,7 @@ from specsplit.orchestrator.peer import DraftPeer, TargetPeer
 from specsplit.orchestrator.request import Request, RequestTimings, Result
 from specsplit.orchestrator.retry import Retrier
 from specsplit.orchestrator.round import Rounds, SessionWorkers, Tally
-from specsplit.orchestrator.session_contract import SessionContract, TokenHistory, session_key
+from specsplit.orchestrator.session_contract import DraftContract, SessionContract, TokenHistory, session_key
 from specsplit.orchestrator.sources.base import Source
 from specsplit.orchestrator.sources.lookup import LookupSource
 from specsplit.orchestrator.sources.overlap import OverlapSource
@@ -107,7 +107,7 @@ class Session:
         sources: Mapping[RoundMode, Source] = {"plain": PlainSource(history)}
         if mode != "plain":
             if mode != "lookup" and context.draft is not None:
-                contract = SessionContract("draft", key, history, params, events)
+                contract = DraftContract(key, history, params, events)
                 self._draft = DraftClient(context.draft, contract, retrier, stats)
             reader = context.target.lookup_reader
             lookup = TextLookup(reader, history.ids, params.eos_ids) if speculation.lookup else None

@@ -14,7 +14,7 @@ from specsplit.core.types import Identity, SessionParams, Timings, Turn, prefix_
 from specsplit.orchestrator.degraded import ReplayReason, WorkerRole
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.wire import Traffic
-from specsplit.speculation.constants import LONG_TEXT, MAX_CAUGHT_UP_TOKENS
+from specsplit.speculation.constants import LONG_TEXT, MAX_CAUGHT_UP_TOKENS, WINDOW_ROOM
 
 MAX_RAISES = 8
 """Epochs that one call may go through; a worker that finds each of them stale does not keep the contract."""
@@ -90,27 +90,19 @@ class SessionContract:
         return self.round > 0 or self.epoch > 1
 
     @property
-    def num_missing(self) -> int:
+    def num_to_read(self) -> int:
         """Committed tokens that the worker is not known to hold."""
         return len(self.history.ids) - self.num_held
 
     @property
     def is_far_behind(self) -> bool:
-        """Whether the worker lacks so much text that it does not keep to its usual time."""
-        return self.num_missing > MAX_CAUGHT_UP_TOKENS
+        """Whether the worker has to read so much text that it does not keep to its usual time."""
+        return self.num_to_read > MAX_CAUGHT_UP_TOKENS
 
     @property
     def lacks_long_text(self) -> bool:
-        """Whether it lacks so much that the reading is weighed apart from its rounds."""
-        return self.num_missing >= LONG_TEXT
-
-    def num_to_read(self, worker: Identity | None) -> int:
-        """Return how many tokens `worker` would read for its next answer: of a long text a draft has its window."""
-        num_tokens = len(self.history.ids)
-        num_missing = num_tokens - self.num_held
-        if worker is None or not worker.has_window or num_tokens <= worker.context:
-            return num_missing
-        return min(num_missing, worker.context // 2)
+        """Whether that is so much that the reading is weighed apart from its rounds."""
+        return self.num_to_read >= LONG_TEXT
 
     def next_turn(
         self,
@@ -190,3 +182,27 @@ class SessionContract:
         self.round = 0
         self.is_open = False
         self._has_unreported_raise |= is_reported
+
+
+class DraftContract(SessionContract):
+    """The contract with a draft, which may have no more than a window of a long text."""
+
+    def __init__(self, session: str, history: TokenHistory, params: SessionParams, events: RequestEvents) -> None:
+        super().__init__("draft", session, history, params, events)
+        self.window = 0
+        """Tokens of the text that the draft has at most; 0 if it has all."""
+        self.num_skipped = 0
+        """Those that it had left out when it answered last."""
+
+    def know(self, draft: Identity | None) -> None:
+        """Go by what the draft says of itself."""
+        self.window = draft.context if draft is not None and draft.has_window else 0
+
+    @property
+    def num_to_read(self) -> int:
+        """Tokens that the draft reads before its next tree: those that it lacks, or the end of the text anew."""
+        num_tokens, window = len(self.history.ids), self.window
+        num_left = self.params.prompt_length + self.params.max_tokens - num_tokens
+        if not window or num_tokens - self.num_skipped + min(WINDOW_ROOM, num_left) <= window:
+            return min(num_tokens - self.num_held, window or num_tokens)
+        return min(num_tokens, window // 2)

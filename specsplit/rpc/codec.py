@@ -191,6 +191,7 @@ def encode_tree(proposal: Proposal) -> common_pb2.Tree:
         token_ids=proposal.token_ids,
         parents=[_distance(number, parent) for number, parent in enumerate(proposal.parents, proposal.first_node)],
         log_probs=bytes([min(round(-log_prob * 16), 255) for log_prob in proposal.log_probs]),
+        num_skipped=proposal.num_skipped,
     )
 
 
@@ -228,6 +229,7 @@ def decode_tree(message: common_pb2.Tree, timings: Timings | None = None) -> Pro
         parents=tuple([number - distance if distance else ROOT for number, distance in numbered]),
         log_probs=tuple([_LOG_PROBS[step] for step in message.log_probs]),
         timings=timings or Timings(),
+        num_skipped=message.num_skipped,
     )
 
 

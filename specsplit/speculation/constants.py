@@ -175,6 +175,10 @@ LEAST_PLAIN_FACTOR = 0.7
 
 Measured: prompts of eight sessions made it 0.3, and a draft at half its rate was kept for 900 rounds.
 """
+FIRST_TOKENS = 4
+"""Tokens at a text's beginning that a draft always has. Chosen: models give them much attention, whatever they are."""
+WINDOW_ROOM = 8
+"""Levels of a tree that a draft's context has room for behind its text, or the window moves. Chosen: most trees fit."""
 MAX_CAUGHT_UP_TOKENS = 64
 """With more tokens than this to take in, the draft is catching up. Chosen: more than a round commits."""
 LONG_TEXT = 512

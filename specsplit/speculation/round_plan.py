@@ -93,13 +93,13 @@ class RoundPlanner:
         self._is_streaming = mode == "stream"
 
     def plan_round(
-        self, num_committed: int, draft_context: int, *, has_draft: bool = True, num_missing: int = 0
+        self, num_committed: int, draft_context: int, *, has_draft: bool = True, num_to_read: int = 0
     ) -> RoundPlan:
         """Return the plan of the round that follows `num_committed` tokens.
 
         The bonus token takes the last place, so a tree needs room for at least two tokens, in the draft too.
         `has_draft` is False if the draft would not be asked now; a fixed mode plans with it all the same. The draft
-        lacks `num_missing` of the tokens.
+        reads `num_to_read` tokens before its next tree.
         """
         if self.num_resting:
             self.num_resting -= 1
@@ -111,9 +111,9 @@ class RoundPlanner:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
         plan = self._fixed
         if self._mode == "auto":
-            is_worth_it = num_missing < LONG_TEXT or self._is_worth_taking_in(num_missing, room + 1)
+            is_worth_it = num_to_read < LONG_TEXT or self._is_worth_taking_in(num_to_read, room + 1)
             has_draft = has_draft and draft_room >= 1 and is_worth_it
-            plan = self._plan_auto(num_missing, has_draft=has_draft)
+            plan = self._plan_auto(num_to_read, has_draft=has_draft)
         if plan.budget is not None and plan.mode != "lookup":
             if draft_room < 1:
                 plan = self._without_draft
@@ -151,7 +151,7 @@ class RoundPlanner:
             self._modes[has_draft] = tuple([mode for mode in modes if mode != "stream"])
         self._is_streaming = False
 
-    def _plan_auto(self, num_missing: int, *, has_draft: bool) -> RoundPlan:
+    def _plan_auto(self, num_to_read: int, *, has_draft: bool) -> RoundPlan:
         self._num_rounds += 1
         modes, stats = self._modes[has_draft], self._stats
         # Explore: let the draft answer a few times before plans are compared, for a bounded number of rounds.
@@ -176,13 +176,13 @@ class RoundPlanner:
             self._decided_plans = plan, RoundPlan(decision.mode, decision=decision, is_resting=True)
         if decision.nodes:
             return self._decided_plans[0]
-        return self._plan_without_nodes(num_missing, has_draft=has_draft and bool(modes))
+        return self._plan_without_nodes(num_to_read, has_draft=has_draft and bool(modes))
 
-    def _plan_without_nodes(self, num_missing: int, *, has_draft: bool) -> RoundPlan:
+    def _plan_without_nodes(self, num_to_read: int, *, has_draft: bool) -> RoundPlan:
         """Return the plan of a round that looks up, that rests, or that probes the draft."""
         plan, resting_plan = self._decided_plans
         self._num_without_draft += 1
-        if has_draft and self._is_probe_due(num_missing):
+        if has_draft and self._is_probe_due(num_to_read):
             self._num_without_draft = 0
             return replace(plan, probe=self._first)
         # [ turn | rests | rests | ... | turn | ...: a session looks up, and may decide, when it is its turn.
@@ -206,12 +206,12 @@ class RoundPlanner:
     def _first(self) -> Budget:
         return _first_budget(self._limits)
 
-    def _is_probe_due(self, num_missing: int) -> bool:
+    def _is_probe_due(self, num_to_read: int) -> bool:
         """Return whether the rounds without the draft pay for a probe."""
         if self._num_without_draft < PROBE_EVERY:
             return False
         stats, first = self._stats, self._first
-        reading_s = stats.times.take_in_s(num_missing) if num_missing >= LONG_TEXT else 0.0
+        reading_s = stats.times.take_in_s(num_to_read) if num_to_read >= LONG_TEXT else 0.0
         return stats.probes.take(stats.times.probe_s(first.max_new_nodes, first.max_depth) + reading_s)
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine import batch as engine_batch
-from specsplit.engine import session as engine_session
 from specsplit.engine import slots as engine_slots
 from specsplit.engine.engine import Engine
 from specsplit.orchestrator.orchestrator import Orchestrator
@@ -49,7 +48,7 @@ counts = st.sampled_from([1, 2, 2, 7, 7, 7, 16, 48])
 modes = st.sampled_from(["auto", "plain", "lookup", "pingpong", "overlap", "stream"])
 kv_rows = st.sampled_from([1.0, 1.0, 1.3, None])
 """Full slots that the KV memory of a worker holds together; None is one each."""
-draft_contexts = st.sampled_from([CONTEXT, CONTEXT, 32, 17])
+draft_contexts = st.sampled_from([CONTEXT, CONTEXT, 40, 32])
 """Most texts outgrow the last two, so the draft has windows of them."""
 limits = st.tuples(st.sampled_from([None, 4, 12]), st.sampled_from([None, 3]))
 
@@ -95,8 +94,7 @@ class Pair:
 def short_prompts():
     """Let sessions in with little room, and cut prompts of few tokens, as the models' contexts are short."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine_session, engine_slots):
-            patch.setattr(module, "HEADROOM_ROWS", 4)
+        patch.setattr(engine_slots, "HEADROOM_ROWS", 4)
         for module in (engine_batch, target_engine):
             patch.setattr(module, "MOST_ROUND_ROWS", 3)
         yield

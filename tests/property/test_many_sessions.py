@@ -20,7 +20,6 @@ import pytest
 from specsplit.core.defaults import Mode
 from specsplit.core.types import SamplingParams
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine import session as engine_session
 from specsplit.engine import slots as engine_slots
 from specsplit.model.attention.paths import slot_rows
 from specsplit.model.loader import LoadedModel, load_model
@@ -97,8 +96,7 @@ async def at_once(target: TargetEngine, draft: DraftEngine, tokenizer: Any, seve
 def test_sessions_at_once_have_their_texts_in_every_dtype(
     dtype: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (engine_session, engine_slots):  # sessions are let in with little room to grow
-        monkeypatch.setattr(module, "HEADROOM_ROWS", 8)
+    monkeypatch.setattr(engine_slots, "HEADROOM_ROWS", 8)  # sessions are let in with little room to grow
     whole, several = load(dtype, "target", is_short=False), requests(count)
     require_bits(whole.runner, dtype)
     alone = run(whole, None, PLAIN, several)

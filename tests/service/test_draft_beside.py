@@ -45,6 +45,7 @@ def test_the_text_is_that_of_plain_decoding_in_every_mode(both: WorkerProcess, t
             result = pipeline.generate(PROMPT, max_new_tokens=48, temperature=temperature, seed=5)
         assert result.token_ids == expected, mode
         assert result.degraded == ()
+        assert result.resyncs == (), "a window that moves is no fault"
         if mode in ("pingpong", "overlap"):
             assert result.speculative_decoding.num_draft_tokens > 0
 
@@ -65,6 +66,7 @@ def test_it_names_both_models_and_counts_for_both(both: WorkerProcess) -> None:
     [
         (["--draft-model", "embedded", "--local-stages", "2"], "--draft-model is for a whole target"),
         (["--draft-vocab", "99"], "--draft-vocab is for a draft: name one with --draft-model"),
+        (["--draft-context", "99"], "--draft-context is for a draft: name one with --draft-model"),
         (
             ["--draft-model", "embedded", "--tls-cert", "a", "--tls-key", "b", "--tls-ca", "c"],
             "goes without certificates",

@@ -134,10 +134,10 @@ def test_the_path_of_a_model_is_for_nobody_else(tmp_path: Path) -> None:
             load_settings({"served_name": wrong}, purpose="target")
 
 
-def test_a_draft_has_its_targets_context_and_2048_tokens_at_most() -> None:
+def test_a_draft_has_its_targets_context_and_1024_tokens_at_most() -> None:
     settings = DraftSettings.model_validate({"model": str(EMBEDDED_TARGET), "sessions": 1, "threads": 1})
     contexts = [load_worker("draft", settings, default_context=each).context for each in (64, 4096, None)]
-    assert contexts == [64, 2048, 2048]
+    assert contexts == [64, 1024, 1024]
     longer = settings.model_copy(update={"context": 4096})
     assert load_worker("draft", longer).context == 4096
 

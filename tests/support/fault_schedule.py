@@ -21,7 +21,6 @@ from specsplit.core.errors import SpecSplitError
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.draft import engine as draft_engine
 from specsplit.engine import batch as engine_batch
-from specsplit.engine import session as engine_session
 from specsplit.engine import slots as engine_slots
 from specsplit.model.loader import LoadedModel, Role
 from specsplit.orchestrator.orchestrator import Orchestrator
@@ -164,8 +163,7 @@ class Schedule:
             most_rows = self._rng.choice((3, 64))
             for module in (engine_batch, draft_engine, target_engine):  # with 3, prompts are cut
                 patch.setattr(module, "MOST_ROUND_ROWS", most_rows)
-            for module in (engine_session, engine_slots):  # as short as the slots, so that sessions meet
-                patch.setattr(module, "HEADROOM_ROWS", 4)
+            patch.setattr(engine_slots, "HEADROOM_ROWS", 4)  # as short as the slots, so that sessions meet
             try:
                 run_virtual(self._main)
             except Violation:

@@ -28,10 +28,11 @@ from specsplit.core.types import (
 )
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine.prefill import PrefillReport
-from specsplit.engine.session import FIRST_TOKENS, SessionTable, WorkerSession
+from specsplit.engine.session import SessionTable, WorkerSession
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.sampling.pick import candidate_estimates
 from specsplit.sampling.sampler import Sampler
+from specsplit.speculation.constants import FIRST_TOKENS
 from specsplit.target.engine import TargetEngine
 from tests.support.hash_model import (
     START,

@@ -217,12 +217,12 @@ async def test_growing_ahead_goes_on_below_leaves_that_were_offered() -> None:
         assert (more.timings.num_forwards, more.timings.num_tokens) == (1, 1)
 
 
-@pytest.mark.parametrize("length", range(11, 16))
+@pytest.mark.parametrize("length", range(27, 32))
 async def test_nodes_stay_below_the_context(length: int) -> None:
-    async with engine(load("llama", context=15)) as drafter:
+    async with engine(load("llama", context=31)) as drafter:
         proposal = await Conversation(drafter, random_ids(length, 8)).propose(LONG_CHAIN)
         assert proposal.root_position == length - 1
-        assert len(proposal) == min(LONG_CHAIN.max_new_nodes, 15 - length)
+        assert len(proposal) == min(LONG_CHAIN.max_new_nodes, 31 - length)
 
 
 async def test_the_node_limit_holds_when_growing_ahead_many_times() -> None:

@@ -22,7 +22,6 @@ from specsplit.core.ports import Verifier
 from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.types import Proposal, SamplingParams, SessionParams, StreamLimits, Turn, Verdict
 from specsplit.draft.engine import DraftEngine
-from specsplit.engine import session as engine_session
 from specsplit.engine import slots as engine_slots
 from specsplit.engine.caller_limits import CallerLimits
 from specsplit.engine.engine import Engine
@@ -51,8 +50,7 @@ _folders = TemporaryDirectory()
 @pytest.fixture(autouse=True)
 def short_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sessions in with little room to grow, as the models' contexts are short."""
-    for module in (engine_session, engine_slots):
-        monkeypatch.setattr(module, "HEADROOM_ROWS", 8)
+    monkeypatch.setattr(engine_slots, "HEADROOM_ROWS", 8)
 
 
 @cache
@@ -129,8 +127,7 @@ async def test_texts_are_those_of_requests_alone(mode: Mode, alone: list[tuple[i
 
 async def test_requests_of_one_process_wait_for_memory(alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch):
     """Each has a slot, but the memory is for fewer; `retry` is for targets that are away, not for those at work."""
-    for module in (engine_session, engine_slots):
-        monkeypatch.setattr(module, "HEADROOM_ROWS", 100)
+    monkeypatch.setattr(engine_slots, "HEADROOM_ROWS", 100)
     settings = OrchestratorSettings(mode="plain", retry=0)
 
     async def answer(workers: Workers, one: Request) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.numbers = itertools.count()
 
     def match(self, tokens: Sequence[int], caller: str | None) -> Match | None:
-        found = longest_match(tokens, caller, self.sessions)
+        found = longest_match(tokens, caller, self.sessions, 10**6)
         lengths = [
             (common(tokens[:-1], ids), common(tokens[:-1], ids) == len(ids), place)
             for place, (owner, ids) in enumerate(self.model)

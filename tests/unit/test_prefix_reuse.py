@@ -302,10 +302,10 @@ def test_the_longest_match_is_that_of_a_plain_comparison(held: list[list[int]], 
     def common(ids: Sequence[int]) -> int:
         return next((at for at, (one, other) in enumerate(zip(ids, wanted, strict=False)) if one != other), len(ids))
 
-    match = longest_match(wanted, "", holders)
+    match = longest_match(wanted, "", holders, 1000)
     lengths = [min(common([*beginning, *ids]), len(wanted) - 1) for ids in held]
     assert (match.length if match is not None else None) == max(lengths, default=None)
-    assert longest_match(wanted, "someone else", holders) is None
+    assert longest_match(wanted, "someone else", holders, 1000) is None
 
 
 @pytest.mark.parametrize(("num_slots", "can_copy"), [(1, True), (3, False), (3, True)])

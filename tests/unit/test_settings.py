@@ -243,6 +243,10 @@ def test_a_remote_target_speculates_with_a_remote_draft_only(
             {"target": TARGET, "draft": DRAFT, "draft_vocab": "9"},
             r"^--draft-vocab is for a model loaded here and --draft",
         ),
+        (
+            {"target_model": "m", "draft": DRAFT, "draft_context": 64},
+            r"^--draft-context is for a model loaded here and",
+        ),
         ({"target": TARGET, "sessions": 2}, r"^--sessions is for a model loaded here and --target for"),
         ({"target": TARGET, "device": "cuda"}, r"^--device is for a model loaded here and --target for"),
         ({"target": TARGET, "context": 64}, r"^--context is for a model loaded here and --target for"),

@@ -26,11 +26,11 @@ def unknown(**draft: object) -> SpeculationStats:
     return stats
 
 
-def mode_of(stats: SpeculationStats, num_left: int, *modes: RoundMode, num_missing: int = PROMPT) -> RoundMode:
+def mode_of(stats: SpeculationStats, num_left: int, *modes: RoundMode, num_to_read: int = PROMPT) -> RoundMode:
     """Return the mode of the round behind a prompt of which the draft lacks so much."""
     speculation = Speculation(mode="auto", nodes=None, depth=None, branching=2, lookup=False)
     planner = RoundPlanner(speculation, "auto", modes or ("pingpong",), stats, PROMPT + num_left, 16)
-    return planner.plan_round(PROMPT, 10 * PROMPT, num_missing=num_missing).mode
+    return planner.plan_round(PROMPT, 10 * PROMPT, num_to_read=num_to_read).mode
 
 
 @pytest.mark.parametrize(("num_left", "mode"), [(20, "plain"), (48, "plain"), (200, "pingpong")])
@@ -40,9 +40,9 @@ def test_an_unknown_draft_reads_a_prompt_if_it_may_save_that_time(num_left: int,
 
 
 def test_a_draft_that_has_the_text_or_nearly_is_asked_as_ever():
-    assert mode_of(unknown(), 20, num_missing=60) == "pingpong"
-    assert mode_of(unknown(), 2, num_missing=LONG_TEXT - 1) == "pingpong"
-    assert mode_of(unknown(), 2, num_missing=LONG_TEXT) == "plain"
+    assert mode_of(unknown(), 20, num_to_read=60) == "pingpong"
+    assert mode_of(unknown(), 2, num_to_read=LONG_TEXT - 1) == "pingpong"
+    assert mode_of(unknown(), 2, num_to_read=LONG_TEXT) == "plain"
 
 
 def test_a_draft_that_reads_while_the_target_computes_holds_nobody_up():
@@ -108,7 +108,7 @@ def test_a_draft_never_seen_with_a_long_text_is_hoped_to_be_good():
     saved_s, hoped_s = plain_s - 1 / decision.predicted_tokens_per_s, HOPED_SHARE * plain_s
     num_left = round(2 * cost_s / (saved_s + hoped_s))
     assert saved_s < hoped_s
-    assert mode_of(stats, num_left, num_missing=10**6) == "pingpong"
+    assert mode_of(stats, num_left, num_to_read=10**6) == "pingpong"
     times.observe_taken_in(10**6, cost_s)
     mode_of(stats, 10**4)  # it decides for these limits
-    assert mode_of(stats, num_left, num_missing=10**6) == "plain"
+    assert mode_of(stats, num_left, num_to_read=10**6) == "plain"

@@ -187,7 +187,12 @@ async def test_a_draft_beside_targets_of_the_environment_is_none_of_a_gateway(
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"dtype": "fp32", "threads": 3, "sessions": 5, "draft_vocab": "99"}, {"record": False}, {"record": True}],
+    [
+        {},
+        {"dtype": "fp32", "threads": 3, "sessions": 5, "draft_vocab": "99", "draft_context": 64},
+        {"record": False},
+        {"record": True},
+    ],
 )
 async def test_a_process_of_both_has_the_settings_of_both(
     tmp_path: Path, commands: list[list[str]], capfd: pytest.CaptureFixture[str], given: dict[str, Any]

@@ -242,10 +242,13 @@ class Tree(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_FIELD_NUMBER: _builtins.int
     first_node: _builtins.int
     root_position: _builtins.int
     log_probs: _builtins.bytes
     """Estimated log-probability of acceptance, given the parent's: one byte a node, in steps of -1/16."""
+    num_skipped: _builtins.int
+    """Of a draft: tokens in the middle of the text that it has no rows for."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -260,10 +263,11 @@ class Tree(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parents: _abc.Iterable[_builtins.int] | None = ...,
         log_probs: _builtins.bytes = ...,
+        num_skipped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_node", b"first_node", "log_probs", b"log_probs", "parents", b"parents", "root_position", b"root_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_node", b"first_node", "log_probs", b"log_probs", "num_skipped", b"num_skipped", "parents", b"parents", "root_position", b"root_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
