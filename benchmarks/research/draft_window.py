@@ -1,8 +1,8 @@
 """Measures what a draft gains, or loses, by reading only the end of a long prompt.
 
-The embedded pair in one process with drafts of several contexts, in turns, behind prompts of several lengths: human
-text, cut elsewhere in every round, so that none finds its rows in the cache. A draft reads a text that its context
-holds; of a longer one it reads as much of the end as half of its context.
+The embedded pair in one process with drafts of several contexts, in turns, behind prompts of several lengths: texts
+that people wrote, cut elsewhere each time. A draft reads a text that its context holds; of a longer one it reads as
+much of the end as half of its context.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from benchmarks.report import console as report
 from benchmarks.research.app import app
 from benchmarks.research.cells import spread
 from benchmarks.statistics import estimate
-from benchmarks.workloads import HELD_OUT, load
+from benchmarks.workloads import CODE, HELD_OUT, load
 from specsplit.api import Pipeline, PipelineOptions
 from specsplit.core.defaults import Mode
+from specsplit.core.errors import InvalidRequest
 from specsplit.model.extra import require_worker_extra
 
 _SEED = 7
 _STRIDE = 101
-"""Tokens by which the prompt of a round begins later than that of the one before."""
+"""Tokens by which a prompt begins later than the one before."""
 Tick = Callable[[str], None]
 
 
@@ -60,7 +61,8 @@ def measure(settings: WindowSettings, tick: Tick) -> list[Answer]:
     """Generate behind prompts of each length with drafts of each context, after one round that is not counted.
 
     Raises:
-        AssertionError: a text differs from plain decoding's.
+        InvalidRequest: a prompt is longer than the texts.
+        AssertionError: an answer differs from plain decoding's.
     """
     found: list[Answer] = []
     longest = max(settings.lengths) + settings.new_tokens
@@ -72,11 +74,16 @@ def measure(settings: WindowSettings, tick: Tick) -> list[Answer]:
 
         pipelines = {context: opened(settings.mode, min(context, longest)) for context in settings.contexts}
         pipelines = {0: opened("plain", longest), **pipelines}
-        human = [pipelines[0].generate(f"{each.text}\n\n", max_new_tokens=1) for each in load(HELD_OUT, None)]
+        prompts = [*load(HELD_OUT, None), *load(CODE, None)]
+        human = [pipelines[0].generate(f"{each.text}\n\n", max_new_tokens=1) for each in prompts]
         text = [token_id for result in human for token_id in result.prompt_token_ids]
+        if longest > len(text):
+            raise InvalidRequest(f"The texts have {len(text)} tokens; ask for shorter prompts.", param="length")
         for number in range(settings.rounds + 1):
-            for length in settings.lengths:
-                prompt = (text[_STRIDE * number :] + text * (1 + length // len(text)))[:length]
+            for index, length in enumerate(settings.lengths):
+                # No two begin alike: none finds its rows in the cache.
+                start = _STRIDE * (number * len(settings.lengths) + index) % len(text)
+                prompt = (text[start:] + text[:start])[:length]
                 texts: set[tuple[int, ...]] = set()
                 for context in list(pipelines)[:: 1 if number % 2 else -1]:
                     options = {"max_new_tokens": settings.new_tokens, "temperature": settings.temperature}
