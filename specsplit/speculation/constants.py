@@ -188,8 +188,11 @@ Chosen: as many of a prompt go in a step. Measured: 16 clients at T=1 lost a ten
 """
 HOPED_SHARE = 0.5
 """Share of plain decoding's time that a draft is hoped to save before that is known. Chosen: as good drafts do."""
-RECENT_PLAIN = 32
-"""Plain forwards whose quickest weighs a long text's reading. Chosen: what disturbs fewer may be over by then."""
+RECENT_PLAIN = 8
+"""Plain rounds behind long texts, of those that are counted, whose quickest weighs a reading.
+
+Chosen: a session counts every eighth, and what disturbs fewer may be over by then.
+"""
 CONTENDED_ROWS = 5
 """Rows of the forwards by which that is judged. Chosen: a small tree."""
 CONTENDED = 1.4

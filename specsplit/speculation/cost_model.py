@@ -215,6 +215,12 @@ class Decision(ModePlan):
     rated_mode: RatedMode = PLAIN
     """The mode whose correction counts for it."""
 
+    @property
+    def saved_share(self) -> float:
+        """The share of plain decoding's time that the plan is expected to save."""
+        plain = max([plan.tokens_per_s for plan in self.alternatives if plan.mode == PLAIN], default=0.0)
+        return max(1 - plain / self.tokens_per_s, 0.0)
+
 
 def choose_plan(
     profiles: Mapping[RoundMode, Profile],

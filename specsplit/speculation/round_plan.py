@@ -111,8 +111,11 @@ class RoundPlanner:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
         plan = self._fixed
         if self._mode == "auto":
-            is_worth_it = num_to_read < LONG_TEXT or self._is_worth_taking_in(num_to_read, room + 1)
-            has_draft = has_draft and draft_room >= 1 and is_worth_it
+            if num_committed >= LONG_TEXT or self._stats.times.text_s:
+                self._stats.times.behind(num_committed)
+            has_draft = has_draft and draft_room >= 1
+            if has_draft and num_to_read >= LONG_TEXT:
+                has_draft = self._is_worth_taking_in(num_to_read, num_committed) or self._is_probe_due(num_to_read)
             plan = self._plan_auto(num_to_read, has_draft=has_draft)
         if plan.budget is not None and plan.mode != "lookup":
             if draft_room < 1:
@@ -122,8 +125,8 @@ class RoundPlanner:
         self._is_streaming = plan.mode == "stream"
         return plan if plan.limit is None or plan.limit.max_depth <= room else _cut_plan(plan, room)
 
-    def _is_worth_taking_in(self, num_tokens: int, num_left: int) -> bool:
-        """Return whether the draft is to take in a long text, for `num_left` tokens that the answer has at most.
+    def _is_worth_taking_in(self, num_tokens: int, num_committed: int) -> bool:
+        """Return whether the draft is to read so much of a long text, for the tokens that the answer has at most.
 
         Where the two do not compute at the same time, all sessions of the target's steps wait for that.
         """
@@ -133,17 +136,19 @@ class RoundPlanner:
         if not times.is_contended and any(mode in CONCURRENT for mode in modes):
             return True
         decision, num_sessions = self._stats.last_decision(modes, self._limits, has_draft=True), times.sessions.value
+        if decision is not None and self._num_rounds % DECIDE_EVERY == 0:  # else nothing would change it
+            decision = self._stats.decide(modes, self._limits, has_draft=True)
         if decision is not None and not decision.nodes:
             return True  # probes alone ask the draft, and have an allowance
         plain_s = times.verify.seconds(num_sessions) + times.sessions_s
-        if num_sessions == 1:  # reading takes seconds, and what disturbs now may be over sooner
-            plain_s = min([plain_s, *times.plain_s])
-        plain_s += times.gap_s
-        saved_s = plain_s - 1 / decision.predicted_tokens_per_s if decision is not None else 0.0
+        if num_sessions == 1 and times.plain.start_s:  # reading takes long, and what disturbs now may be over sooner
+            plain_s = times.plain.seconds(num_committed)
+        share = decision.saved_share if decision is not None else 0.0
         # A few rounds behind a short prompt say little, and would be all that is ever known.
         if decision is None or not times.taken_in.is_observed:
-            saved_s = max(saved_s, HOPED_SHARE * plain_s)
-        return num_left * saved_s > num_sessions * times.take_in_s(num_tokens)
+            share = max(share, HOPED_SHARE)
+        num_left = self._end - num_committed
+        return num_left * share * (plain_s + times.gap_s) > num_sessions * times.take_in_s(num_tokens)
 
     def leave_streams(self) -> None:
         """Plan no streams from now on."""

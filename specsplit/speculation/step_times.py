@@ -13,10 +13,12 @@ from itertools import pairwise
 from operator import le, mul
 from typing import Generic, TypeVar
 
+from specsplit.core.types import Timings
 from specsplit.speculation.constants import (
     CORRECTION_HALVING,
     CORRECTION_STEP,
     IN_DOUBT,
+    LONG_TEXT,
     MAX_BEYOND,
     MAX_HALVINGS,
     MAX_PENDING,
@@ -25,6 +27,7 @@ from specsplit.speculation.constants import (
     MOST_APART,
     PLAIN_FORGIVENESS,
     RATIO_WINDOW,
+    RECENT_PLAIN,
     ROW_COST,
     ROW_GRID,
     SLOW_START,
@@ -290,6 +293,42 @@ class _Point:
             believed = most + share * (seen - most)
             self.forgiven += self.correction - believed
             self.correction = believed
+
+
+def forwards_s(timings: Timings) -> float:
+    """Return the seconds of the forwards with their picks.
+
+    A row's pick costs what it costs whoever asks, so it is part of the row; a large vocabulary's is no trifle.
+    """
+    return (timings.device_ms + timings.sampling_ms) / 1e3
+
+
+class PlainTimes:
+    """Plain forwards of a session alone: what one took at the start, and so much more for each token of its text."""
+
+    def __init__(self) -> None:
+        self.start_s = self.fork_s = 0.0
+        """Seconds of a plain forward, and of a further branch of a tree, there; 0 if nobody has measured them."""
+        self.branches_read_text = False
+        """Whether each branch attends to all of the text anew, as on a CPU."""
+        self._more_s = deque[float](maxlen=RECENT_PLAIN)
+
+    def observe(self, timings: Timings, length: int) -> None:
+        """Count a plain round behind a text of so many tokens; what others of its step took says nothing of it."""
+        if length >= LONG_TEXT and timings.num_tokens == timings.batch_size == 1:
+            self._more_s.append(max(forwards_s(timings) - self.start_s, 0.0) / length)
+
+    def text_s(self, length: int) -> float:
+        """Return the seconds that a forward takes for so long a text beside its rows; 0 if little is known of it."""
+        is_known = length >= LONG_TEXT and self.start_s and len(self._more_s) >= MIN_OBSERVED
+        return length * min(self._more_s) if is_known else 0.0
+
+    def seconds(self, length: int) -> float:
+        """Return the seconds of a forward behind so long a text, as the quickest of the last ones says.
+
+        Until there are enough of these, one that something disturbed is not believed: it is what the start's was.
+        """
+        return self.start_s + (length * min(self._more_s) if len(self._more_s) == RECENT_PLAIN else 0.0)
 
 
 def _interpolate(rows: Sequence[int], seconds: Sequence[float], points: Iterable[float]) -> list[float]:

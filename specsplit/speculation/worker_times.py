@@ -6,7 +6,6 @@ A forward counts with the sampling of its rows, which a step cannot go without. 
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Literal
 
 from specsplit.core.types import Identity, Timings
@@ -19,13 +18,12 @@ from specsplit.speculation.constants import (
     MAX_STEPS_AWAY,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
-    RECENT_PLAIN,
     ROW_COST,
     ROW_GRID,
     STALE,
     STEPS_AWAY_SLACK,
 )
-from specsplit.speculation.step_times import RunningMedian, StepTimes, rows_s
+from specsplit.speculation.step_times import PlainTimes, RunningMedian, StepTimes, forwards_s, rows_s
 
 RoundCourse = Literal["plain", "tree", "behind tree"]
 """A round without nodes, one with nodes, and one without nodes right behind one with nodes."""
@@ -215,7 +213,8 @@ class WorkerTimes:
         self._draft_alone: DraftTimes | None = None
         self._draft_shared: DraftTimes | None = None
         self.taken_in = RunningMedian(0.0)  # seconds of the draft's device for a token of a long text that it lacks
-        self.plain_s = deque[float](maxlen=RECENT_PLAIN)  # of a session alone: the start's and the last plain forwards
+        self.plain = PlainTimes()
+        self.text_s = 0.0  # that a forward of the present round takes for its text beside its rows, if that is long
         self._alone = BesideTimes()
         self._shared: BesideTimes | None = None
 
@@ -241,9 +240,9 @@ class WorkerTimes:
 
     @property
     def sessions_s(self) -> float:
-        """Seconds that the other sessions of a step add to it beside their rows."""
+        """Seconds that a long text, and the other sessions of a step, add to it beside their rows."""
         num_sessions = self.sessions.value
-        return (num_sessions - 1) * self._beside(num_sessions).session_s
+        return self.text_s + (num_sessions - 1) * self._beside(num_sessions).session_s
 
     @property
     def tree_s(self) -> float:
@@ -254,12 +253,21 @@ class WorkerTimes:
     def adopt(self, target: Identity, draft: Identity | None) -> None:
         """Begin with what the workers measured themselves, unless more is known already."""
         if self.verify is None and target.step_times:
-            self.verify = StepTimes.from_start(target.step_times, target.fork_s)
+            self.verify, self.plain.fork_s = StepTimes.from_start(target.step_times, target.fork_s), target.fork_s
+            self.plain.branches_read_text = target.device == "cpu"
             if target.step_times[0][0] == 1:
                 self._num_plain += 1
-                self.plain_s.append(target.step_times[0][1])
+                self.plain.start_s = target.step_times[0][1]
         if self._draft_alone is None and draft is not None and draft.step_times:
             self._draft_alone = DraftTimes(StepTimes.from_start(draft.step_times))
+
+    def behind(self, length: int, plain: Timings | None = None) -> None:
+        """Reckon with so long a text from now on; `plain` are the timings of a plain round behind it."""
+        if plain is not None:
+            self.plain.observe(plain, length)
+        self.text_s = self.plain.text_s(length)
+        if self.verify is not None and self.plain.branches_read_text:
+            self.verify.fork_s = self.plain.fork_s + self.text_s
 
     def observe_ping(self, wall_s: float) -> None:
         """Take the quickest ping of the target for its round trip, as long as no verify was measured."""
@@ -267,7 +275,7 @@ class WorkerTimes:
 
     def observe_step(self, timings: Timings, *, is_concurrent: bool, num_forks: int) -> None:
         """Count a step of a stream, which nobody waited for; `is_concurrent` if the draft was at work meanwhile."""
-        if _step_rows(timings) > 0 and _forward_s(timings) > 0:
+        if _step_rows(timings) > 0 and forwards_s(timings) > 0:
             self._observe_forward(timings, is_concurrent=is_concurrent, num_forks=num_forks)
 
     def observe_round(
@@ -281,7 +289,7 @@ class WorkerTimes:
         num_forks: int = 0,
     ) -> None:
         """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
-        forward_s, num_sessions = _forward_s(timings), _step_sessions(timings)
+        forward_s, num_sessions = forwards_s(timings), _step_sessions(timings)
         if _step_rows(timings) <= 0 or forward_s <= 0:
             return
         beside = self._beside(num_sessions)
@@ -289,13 +297,13 @@ class WorkerTimes:
             self._observe_forward(timings, is_concurrent=is_concurrent, num_forks=num_forks)
         else:  # what the forward behind a tree takes more is part of the tree's costs
             self.sessions.observe(num_sessions)
-            forward_s = self.verify.seconds(_step_rows(timings)) + (num_sessions - 1) * beside.session_s
+            forward_s = self.verify.seconds(_step_rows(timings)) + self.text_s + (num_sessions - 1) * beside.session_s
         beside.observe_round(verify_s - forward_s, max(overhead_s, 0.0), course)
 
     def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
         """Count a propose that was answered; `wall_s` is None if nobody waited, so that it says nothing of the call."""
         self.num_proposals += 1
-        levels, device_s = timings.num_forwards, _forward_s(timings)
+        levels, device_s = timings.num_forwards, forwards_s(timings)
         if levels <= 0 or device_s <= 0:
             return
         rows = max(timings.num_tokens * _step_sessions(timings) / levels, 1.0)
@@ -352,10 +360,8 @@ class WorkerTimes:
         return min(drafting_s, self.verify.seconds(1)) if self.verify is not None else drafting_s
 
     def _observe_forward(self, timings: Timings, *, is_concurrent: bool, num_forks: int = 0) -> None:
-        rows, forward_s, num_sessions = _step_rows(timings), _forward_s(timings), _step_sessions(timings)
+        rows, forward_s, num_sessions = _step_rows(timings), forwards_s(timings), _step_sessions(timings)
         self._num_plain += timings.num_tokens == 1
-        if timings.num_tokens == num_sessions == 1:
-            self.plain_s.append(forward_s)
         self.sessions.observe(num_sessions)
         if self.verify is None:
             self.verify = StepTimes.from_one_row(forward_s / (1 + ROW_COST * (rows - 1)))
@@ -364,8 +370,10 @@ class WorkerTimes:
             curve = self.verify_concurrent = self.verify_concurrent or StepTimes(self.verify.grid, self.verify.fork_s)
         if not curve.covers(rows):
             return
-        if num_forks:  # what these take is no part of the rows'; other sessions are taken to have as many
-            forward_s = rows_s(forward_s, num_forks * num_sessions * self.verify.fork_s)
+        # What the text and the forks take is no part of the rows'; other sessions are taken to have as many forks.
+        forward_s -= min(self.text_s * (1 + num_forks * self.plain.branches_read_text), 0.9 * forward_s)
+        if num_forks:
+            forward_s = rows_s(forward_s, num_forks * num_sessions * self.plain.fork_s)
         more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
         if more_s > 0:
             self._beside(num_sessions).observe_session(more_s / (num_sessions - 1))
@@ -390,11 +398,3 @@ def _step_rows(timings: Timings) -> int:
 def _step_sessions(timings: Timings) -> int:
     """Return how many sessions shared the steps, as far as a worker's word about it can be true."""
     return min(max(timings.batch_size, 1), MAX_STEP_SESSIONS)
-
-
-def _forward_s(timings: Timings) -> float:
-    """Return the seconds of the forwards with their picks.
-
-    A row's pick costs what it costs whoever asks, so it is part of the row; a large vocabulary's is no trifle.
-    """
-    return (timings.device_ms + timings.sampling_ms) / 1e3

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.types import Timings
-from specsplit.speculation.constants import HOPED_SHARE, LONG_TEXT
+from specsplit.speculation.constants import HOPED_SHARE, LONG_TEXT, RECENT_PLAIN
 from specsplit.speculation.cost_model import RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
@@ -70,29 +70,31 @@ def test_what_disturbs_a_session_for_a_while_has_no_prompt_read():
     """The start, or a round in between, was as quick as those behind it will be."""
     stats = unknown()
 
-    def plain_rounds(count: int, seconds: float) -> None:
+    def plain_rounds(count: int, seconds: float, length: int = PROMPT) -> None:
         verified = Timings(device_ms=1e3 * seconds, num_forwards=1, num_tokens=1)
         for _ in range(count):
             stats.times.observe_round(verified, seconds, 0.0, "plain", is_concurrent=False)
+            stats.times.plain.observe(verified, length)
 
-    plain_rounds(30, 3 * PLAIN_S)
-    assert stats.times.verify is not None
-    assert stats.times.verify.seconds(1) > 2 * PLAIN_S
+    plain_rounds(RECENT_PLAIN - 1, 3 * PLAIN_S)
     assert mode_of(stats, 48) == "plain"
     assert mode_of(stats, 200) == "pingpong"
     plain_rounds(1, PLAIN_S)
-    plain_rounds(31, 3 * PLAIN_S)
+    plain_rounds(RECENT_PLAIN - 1, 3 * PLAIN_S)
     assert mode_of(stats, 48) == "plain"
     plain_rounds(1, 3 * PLAIN_S)
     assert mode_of(stats, 48) == "pingpong", "it does not end"
+    plain_rounds(RECENT_PLAIN, 5 * PLAIN_S, 2 * PROMPT)
+    assert mode_of(stats, 48) == "pingpong", "a text twice as long takes as much longer"
+    plain_rounds(RECENT_PLAIN, PLAIN_S, LONG_TEXT - 1)
+    assert mode_of(stats, 48) == "pingpong", "short ones say nothing of long ones"
 
 
 def test_a_known_draft_reads_a_prompt_for_what_it_saves():
     stats = shared(1)
     decision = decided(stats)
     assert decision.mode == "pingpong"
-    assert stats.times.verify is not None
-    saved_s = stats.times.verify.seconds(1) + stats.times.gap_s - 1 / decision.predicted_tokens_per_s
+    saved_s = decision.saved_share * (stats.times.plain.start_s + stats.times.gap_s)
     assert saved_s > 0
     stats.times.observe_taken_in(PROMPT, 100 * saved_s)
     assert mode_of(stats, 80) == "plain"
@@ -105,7 +107,7 @@ def test_a_draft_never_seen_with_a_long_text_is_hoped_to_be_good():
     decision, times = decided(stats), stats.times
     assert times.verify is not None
     plain_s, cost_s = times.verify.seconds(1) + times.gap_s, times.take_in_s(10**6)
-    saved_s, hoped_s = plain_s - 1 / decision.predicted_tokens_per_s, HOPED_SHARE * plain_s
+    saved_s, hoped_s = decision.saved_share * plain_s, HOPED_SHARE * plain_s
     num_left = round(2 * cost_s / (saved_s + hoped_s))
     assert saved_s < hoped_s
     assert mode_of(stats, num_left, num_to_read=10**6) == "pingpong"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.types import Timings
-from specsplit.speculation.constants import MAX_BEYOND, MEDIAN_WINDOW, ROW_GRID, STALE
+from specsplit.speculation.constants import LONG_TEXT, MAX_BEYOND, MEDIAN_WINDOW, RECENT_PLAIN, ROW_GRID, STALE
 from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 from tests.unit.test_speculation_stats import TARGET
 
@@ -167,3 +167,50 @@ def test_one_long_plain_round_is_not_believed_where_none_follows(times: WorkerTi
         times.observe_round(replace(plain, num_tokens=4, step_rows=4), 0.016, 0.001, "tree", is_concurrent=False)
     assert times.gap_s < 0.01
     assert times.tree_s < 0.01
+
+
+FORK_S, TOKEN_S = 0.002, 2e-6
+"""What a fork takes beside its row, and what a forward, and a fork, take for each token of a long text."""
+
+
+def run_behind(times: WorkerTimes, length: int, count: int = MEDIAN_WINDOW) -> None:
+    """Run plain rounds, and rounds of five rows with a fork, behind a text of so many tokens."""
+    text_s = length * TOKEN_S if length >= LONG_TEXT else 0.0
+    for _ in range(count):
+        for rows, course, forks in ((1, "plain", 0), (5, "tree", 1)):
+            seconds = dict(TARGET.step_times)[rows] + text_s + forks * (FORK_S + text_s)
+            timings = Timings(num_forwards=1, num_tokens=rows, step_rows=rows, device_ms=1e3 * seconds)
+            times.behind(length, timings if course == "plain" else None)
+            times.observe_round(timings, seconds, 0.0, course, is_concurrent=False, num_forks=forks)
+
+
+def test_what_a_long_text_takes_is_no_part_of_the_rows() -> None:
+    """Sessions of other lengths have been there before, and each forward is as if there were none of them."""
+    times = WorkerTimes()
+    times.adopt(replace(TARGET, fork_s=FORK_S), DRAFT)
+    assert times.verify is not None
+    run_behind(times, 4000)  # until it is known what a long text takes
+    for length in (4000, 100, 16000, 1000, 8000, 100):
+        run_behind(times, length)
+        text_s = length * TOKEN_S if length >= LONG_TEXT else 0.0
+        assert times.sessions_s == pytest.approx(text_s)
+        assert times.verify.fork_s == pytest.approx(FORK_S + text_s)
+        for rows in (1, 5):
+            assert times.verify.seconds(rows) == pytest.approx(dict(TARGET.step_times)[rows], rel=0.02), length
+
+
+def test_a_long_text_is_believed_as_quick_as_it_was_seen_to_be() -> None:
+    """What disturbs a few rounds makes no text longer, and a target that measured nothing is left as it is."""
+    times = WorkerTimes()
+    times.adopt(replace(TARGET, fork_s=FORK_S), DRAFT)
+    run_behind(times, 4000, RECENT_PLAIN)
+    disturbed = Timings(num_forwards=1, num_tokens=1, step_rows=1, device_ms=90.0)
+    for _ in range(RECENT_PLAIN - 1):
+        times.behind(4000, disturbed)
+    assert times.text_s == pytest.approx(4000 * TOKEN_S)
+    times.behind(4000, disturbed)
+    assert times.text_s == pytest.approx(0.080)
+    unknown = WorkerTimes()
+    unknown.adopt(replace(TARGET, step_times=()), DRAFT)
+    run_behind(unknown, 4000)
+    assert unknown.text_s == unknown.sessions_s == 0.0

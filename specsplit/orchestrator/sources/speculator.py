@@ -15,6 +15,7 @@ from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.session_contract import TokenHistory
 from specsplit.orchestrator.sources.background import BackgroundDrafting
 from specsplit.orchestrator.sources.base import RoundResult, SpeculationInput
+from specsplit.speculation.constants import LONG_TEXT
 from specsplit.speculation.cost_model import CONCURRENT
 from specsplit.speculation.lookup import LookupTree, TextLookup
 from specsplit.speculation.round_plan import RoundPlan
@@ -175,14 +176,11 @@ class Speculator:
         if result.number and self.stats.plans and is_usual and (has_nodes or self.stats.counts_plain):
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
             overhead_s = self._loop.time() - result.began_s - result.verify_s - waits.waited_s
-            forks = num_forks(result.speculation.proposal.parents)
+            timings, forks = result.verdict.timings, num_forks(result.speculation.proposal.parents)
+            if (length := len(self._history.ids)) >= LONG_TEXT or self.stats.times.text_s:
+                self.stats.times.behind(length, timings if course == "plain" else None)
             self.stats.times.observe_round(
-                result.verdict.timings,
-                result.verify_s,
-                overhead_s,
-                course,
-                is_concurrent=self.is_concurrent,
-                num_forks=forks,
+                timings, result.verify_s, overhead_s, course, is_concurrent=self.is_concurrent, num_forks=forks
             )
         waits.end_round(had_nodes=has_nodes)
 
