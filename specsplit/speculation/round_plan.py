@@ -110,12 +110,12 @@ class RoundPlanner:
         if self._mode == "plain" or room < 1:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
         plan = self._fixed
+        if num_committed >= LONG_TEXT or self._stats.times.text_s:
+            self._stats.times.behind(num_committed)
         if self._mode == "auto":
-            if num_committed >= LONG_TEXT or self._stats.times.text_s:
-                self._stats.times.behind(num_committed)
             has_draft = has_draft and draft_room >= 1
             if has_draft and num_to_read >= LONG_TEXT:
-                has_draft = self._is_worth_taking_in(num_to_read, num_committed) or self._is_probe_due(num_to_read)
+                has_draft = self._is_worth_taking_in(num_to_read, num_committed)
             plan = self._plan_auto(num_to_read, has_draft=has_draft)
         if plan.budget is not None and plan.mode != "lookup":
             if draft_room < 1:
@@ -136,13 +136,16 @@ class RoundPlanner:
         if not times.is_contended and any(mode in CONCURRENT for mode in modes):
             return True
         decision, num_sessions = self._stats.last_decision(modes, self._limits, has_draft=True), times.sessions.value
-        if decision is not None and self._num_rounds % DECIDE_EVERY == 0:  # else nothing would change it
-            decision = self._stats.decide(modes, self._limits, has_draft=True)
+        if decision is not None and decision.nodes:
+            if self._num_rounds % DECIDE_EVERY:
+                return False
+            # While the draft is not asked nothing is decided with it, and this text may be of another length.
+            decision = self._stats.appraise(modes, self._limits)
         if decision is not None and not decision.nodes:
             return True  # probes alone ask the draft, and have an allowance
         plain_s = times.verify.seconds(num_sessions) + times.sessions_s
         if num_sessions == 1 and times.plain.start_s:  # reading takes long, and what disturbs now may be over sooner
-            plain_s = times.plain.seconds(num_committed)
+            plain_s = min(plain_s, times.plain.seconds(num_committed))
         share = decision.saved_share if decision is not None else 0.0
         # A few rounds behind a short prompt say little, and would be all that is ever known.
         if decision is None or not times.taken_in.is_observed:

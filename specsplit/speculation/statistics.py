@@ -33,6 +33,7 @@ from specsplit.speculation.cost_model import (
 )
 from specsplit.speculation.lookup import LookupTree
 from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
+from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import SpeculationTree
 from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
 
@@ -172,16 +173,7 @@ class SpeculationStats:
         last = learned.decisions.get(key, _BEGUN if times.sessions.load > 1 else None)
         current = last.rated_mode if last is not None else None
         predictor = learned.predictors[has_draft]
-        costs = Costs(
-            times.verify,
-            times.draft,
-            times.gap_s,
-            self._hit_rate,
-            verify_concurrent=times.verify_concurrent if has_draft else None,
-            tree_s=times.tree_s,
-            num_sessions=times.sessions.value,
-            sessions_s=times.sessions_s,
-        )
+        costs = _costs(times, times.verify, self._hit_rate, has_draft=has_draft)
         predictor.begin_decision(current, is_contended=has_draft and times.is_contended)
         profiles = self._profiles(modes, costs, has_draft=has_draft)
         decision = choose_plan(profiles, costs, limits, last, partial(predictor.predict, current))
@@ -199,6 +191,15 @@ class SpeculationStats:
         )
         learned.decided_at[key] = self._num_rounds
         return decision
+
+    def appraise(self, modes: tuple[RoundMode, ...], limits: Limits) -> Decision | None:
+        """Return what would be decided with a draft, if nothing stood yet; what was decided and learned stays."""
+        last = self.last_decision(modes, limits, has_draft=True)
+        if last is None or self.times.verify is None:
+            return None
+        costs = _costs(self.times, self.times.verify, self._hit_rate, has_draft=True)
+        correct = partial(self._learned.predictors[True].predict, last.rated_mode)
+        return choose_plan(self._profiles(modes, costs, has_draft=True), costs, limits, None, correct)
 
     def _follow_load(self) -> None:
         """Go on with what was learned under about the present load; a new load begins with what the last one knew."""
@@ -259,6 +260,19 @@ class SpeculationStats:
         expected = 1 + sum(map(math.exp, path_log_probs)) / num_sessions
         tree_s, rows = (times.tree_s if num_nodes else 0.0) + num_forks * times.verify.fork_s, num_nodes + num_sessions
         return expected / (times.verify.curve(rows)[rows] + times.sessions_s + times.gap_s + tree_s)
+
+
+def _costs(times: WorkerTimes, verify: StepTimes, hit_rate: float, *, has_draft: bool) -> Costs:
+    return Costs(
+        verify,
+        times.draft,
+        times.gap_s,
+        hit_rate,
+        verify_concurrent=times.verify_concurrent if has_draft else None,
+        tree_s=times.tree_s,
+        num_sessions=times.sessions.value,
+        sessions_s=times.sessions_s,
+    )
 
 
 def _doublings(num_sessions: int) -> int:

@@ -314,9 +314,11 @@ class PlainTimes:
         self._more_s = deque[float](maxlen=RECENT_PLAIN)
 
     def observe(self, timings: Timings, length: int) -> None:
-        """Count a plain round behind a text of so many tokens; what others of its step took says nothing of it."""
-        if length >= LONG_TEXT and timings.num_tokens == timings.batch_size == 1:
-            self._more_s.append(max(forwards_s(timings) - self.start_s, 0.0) / length)
+        """Count a round behind a text of so many tokens, unless others shared its step; one with a tree is a bound."""
+        if length >= LONG_TEXT and timings.batch_size == 1:
+            more_s = max(timings.device_ms / 1e3 - self.start_s, 0.0) / length
+            if timings.num_tokens == 1 or (self._more_s and more_s < min(self._more_s)):
+                self._more_s.append(more_s)
 
     def text_s(self, length: int) -> float:
         """Return the seconds that a forward takes for so long a text beside its rows; 0 if little is known of it."""

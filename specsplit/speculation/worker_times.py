@@ -261,11 +261,11 @@ class WorkerTimes:
         if self._draft_alone is None and draft is not None and draft.step_times:
             self._draft_alone = DraftTimes(StepTimes.from_start(draft.step_times))
 
-    def behind(self, length: int, plain: Timings | None = None) -> None:
-        """Reckon with so long a text from now on; `plain` are the timings of a plain round behind it."""
-        if plain is not None:
-            self.plain.observe(plain, length)
-        self.text_s = self.plain.text_s(length)
+    def behind(self, length: int, timings: Timings | None = None) -> None:
+        """Reckon with so long a text from now on, if it is alone at the target; `timings` are of a round behind it."""
+        if timings is not None:
+            self.plain.observe(timings, length)
+        self.text_s = self.plain.text_s(length) if self.sessions.load == 1 else 0.0
         if self.verify is not None and self.plain.branches_read_text:
             self.verify.fork_s = self.plain.fork_s + self.text_s
 
@@ -326,8 +326,8 @@ class WorkerTimes:
     @property
     def is_contended(self) -> bool:
         """Whether draft and target have been seen to slow each other much, as where they share cores."""
-        rows, verify, concurrent = CONTENDED_ROWS, self.verify, self.verify_concurrent
-        return bool(verify and concurrent and concurrent.seconds(rows) > CONTENDED * verify.seconds(rows))
+        rows, alone, beside, text_s = CONTENDED_ROWS, self.verify, self.verify_concurrent, self.text_s
+        return bool(alone and beside and beside.seconds(rows) + text_s > CONTENDED * (alone.seconds(rows) + text_s))
 
     def count_steps_away(self, nodes: int) -> int:
         """Return how many verifies of so many nodes the target does while a commit and its answer travel."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specsplit.core.types import Timings
-from specsplit.speculation.constants import HOPED_SHARE, LONG_TEXT, RECENT_PLAIN
-from specsplit.speculation.cost_model import RoundMode
+from specsplit.speculation.constants import AUTO_DEPTH, HOPED_SHARE, LONG_TEXT, RECENT_PLAIN, TREE_SIZES
+from specsplit.speculation.cost_model import Limits, RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
 from specsplit.speculation.statistics import SpeculationStats
@@ -17,6 +17,8 @@ from tests.unit.test_speculation_stats import TARGET, decided, shared
 PLAIN_S, DRAFT_TOKEN_S = 0.1, 0.001
 DRAFT = replace(TARGET, role="draft", step_times=((1, 0.010), (33, 33 * DRAFT_TOKEN_S)))
 PROMPT = 4000
+LIMITS = Limits((*[count for count in TREE_SIZES if count < 16], 16), AUTO_DEPTH, 2)
+"""Those of the planner of `mode_of`."""
 
 
 def unknown(**draft: object) -> SpeculationStats:
@@ -92,9 +94,13 @@ def test_what_disturbs_a_session_for_a_while_has_no_prompt_read():
 
 def test_a_known_draft_reads_a_prompt_for_what_it_saves():
     stats = shared(1)
-    decision = decided(stats)
+    mode_of(stats, 10**6, num_to_read=0)  # decides, within this planner's limits
+    decision = stats.appraise(("pingpong",), LIMITS)
+    assert decision is not None
     assert decision.mode == "pingpong"
-    saved_s = decision.saved_share * (stats.times.plain.start_s + stats.times.gap_s)
+    assert stats.times.verify is not None
+    plain_s = min(stats.times.verify.seconds(1), stats.times.plain.start_s)
+    saved_s = decision.saved_share * (plain_s + stats.times.gap_s)
     assert saved_s > 0
     stats.times.observe_taken_in(PROMPT, 100 * saved_s)
     assert mode_of(stats, 80) == "plain"
