@@ -206,3 +206,8 @@ class DraftContract(SessionContract):
         if not window or num_tokens - self.num_skipped + min(WINDOW_ROOM, num_left) <= window:
             return min(num_tokens - self.num_held, window or num_tokens)
         return min(num_tokens, window // 2)
+
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether it has to read much, or the window moves: the draft is to read that to its end."""
+        return super().is_far_behind or self.num_to_read > len(self.history.ids) - self.num_held
