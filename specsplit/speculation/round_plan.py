@@ -137,7 +137,7 @@ class RoundPlanner:
             return True
         decision, num_sessions = self._stats.last_decision(modes, self._limits, has_draft=True), times.sessions.value
         if decision is not None and decision.nodes:
-            if self._num_rounds % DECIDE_EVERY:
+            if self._num_rounds % DECIDE_EVERY > 1:  # the first one is that of the prompt
                 return False
             # While the draft is not asked nothing is decided with it, and this text may be of another length.
             decision = self._stats.appraise(modes, self._limits)
