@@ -330,8 +330,8 @@ def most_threads(settings: WorkerSettings) -> int | None:
 
 def _draft_context(device: str, of_target: int | None) -> int:
     """Return the longest context of a draft for which none is set: its target's, and less where reading takes long."""
-    longest = DEFAULT_DRAFT_CONTEXT if device == "cpu" else max(DEFAULT_CONTEXT, of_target or 0)
-    return min(of_target or longest, longest)
+    context = of_target or DEFAULT_CONTEXT
+    return min(context, DEFAULT_DRAFT_CONTEXT) if device == "cpu" else context
 
 
 def _part(progress: Progress | None, role: Role, first: float, share: float) -> Progress | None:

@@ -242,8 +242,8 @@ def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
     local = [key for role in roles for field in fields if (key := f"{role}.{field}") in chosen]
     if local and not (has_target or has_draft):
         raise _both_places(chosen[local[0]][1], merged[addresses[0]][1])
-    for own in [chosen[key] for key in ("draft.vocab", "draft.context") if key in chosen and "draft.address" in merged]:
-        raise _both_places(own[1], merged["draft.address"][1])
+    if "draft.address" in merged and (own := [key for key in ("draft.vocab", "draft.context") if key in chosen]):
+        raise _both_places(chosen[own[0]][1], merged["draft.address"][1])
     return merged
 
 

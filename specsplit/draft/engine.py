@@ -91,7 +91,7 @@ class Grower:
 
     def __init__(self, model: LoadedModel, session: WorkerSession, chunk_tokens: int) -> None:
         self._model, self._session, self._chunk_tokens = model, session, chunk_tokens
-        self._tree, self._has_window = DraftTree(), model.has_window
+        self._tree = DraftTree()
         self._last_number = 0
 
     def propose(self, turn: Turn, known_nodes: int, budget: Budget) -> Generator[SequenceInput, Tensor, Proposal]:
@@ -161,8 +161,8 @@ class Grower:
         params = session.sampler.params
         num_left = params.prompt_length + params.max_tokens - num_rows - session.num_skipped
         room = min(WINDOW_ROOM, max(num_left, 0)) if params.max_tokens else WINDOW_ROOM
-        is_left = session.num_skipped > 0 and num_rows < context // 4
-        return self._has_window and (is_left or num_rows + room > context)
+        is_nearly_empty = session.num_skipped > 0 and num_rows < context // 4
+        return self._model.has_window and (is_nearly_empty or num_rows + room > context)
 
     def _move_window(self, pending: Sequence[int]) -> Generator[SequenceInput, Tensor, Sequence[int]]:
         """Forget the text's rows but for those of its first tokens, and return the end of it, to be read anew."""

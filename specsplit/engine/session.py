@@ -122,10 +122,10 @@ class WorkerSession:
         """
         if turn.epoch < self.epoch:
             raise StaleEpoch(f"epoch {turn.epoch} of this session is over; epoch {self.epoch} has begun")
-        last = self._body[0] if self._body is not None else None
-        if last is not None and turn.epoch == last.epoch and turn.round < last.round:
+        last = self._body[0] if self._body is not None and turn.epoch == self.epoch else None
+        if last is not None and turn.round < last.round:
             raise StaleRound(f"round {turn.round} of this session is over; round {last.round} was the last")
-        if last is not None and turn.epoch == last.epoch and turn.round == last.round:
+        if last is not None and turn.round == last.round:
             if (turn, body) != self._body:
                 raise InvalidRequest(f"Round {turn.round} of this session had another body before.", param="round")
             if not isinstance(self.answer, NoAnswer):

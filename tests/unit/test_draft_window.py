@@ -30,6 +30,14 @@ async def offered(drafter: DraftEngine, ids: list[int], budget: Budget) -> tuple
     return proposal.token_ids, proposal.log_probs
 
 
+async def ended(drafter: DraftEngine, ids: list[int]) -> list[int]:
+    """Draft for a session and end it, so that its rows are there for others; return its text."""
+    talk = Conversation(drafter, ids)
+    await talk.propose(CHAIN)
+    await drafter.close(talk.script.session)
+    return ids
+
+
 def number_forwarded(runner: SteeredRunner) -> int:
     return sum(len(entry.token_ids) for step in runner.steps for entry in step)
 
@@ -99,11 +107,9 @@ async def test_a_text_that_goes_back_is_read_where_its_rows_are_missing(kept: in
 async def test_the_next_turn_of_a_long_chat_goes_on_in_the_window() -> None:
     model, runner = steered(load("llama", CONTEXT))
     async with engine(model) as drafter:
-        first = Conversation(drafter, random_ids(200, 4))
-        await first.propose(CHAIN)
-        await drafter.close(first.script.session)
+        first = await ended(drafter, random_ids(200, 4))
         runner.steps.clear()
-        ids = [*first.ids, *random_ids(6, 5)]
+        ids = [*first, *random_ids(6, 5)]
         script = Script(ids)
         proposal = await drafter.propose(script.first(ids), 0, CHAIN)
         assert number_forwarded(runner) == proposal.timings.num_tokens == 6 + CHAIN.max_depth - 1
@@ -112,24 +118,20 @@ async def test_the_next_turn_of_a_long_chat_goes_on_in_the_window() -> None:
 
 async def test_a_text_that_shares_only_what_was_skipped_is_read_anew() -> None:
     async with engine(load("llama", CONTEXT)) as drafter:
-        first = Conversation(drafter, random_ids(200, 6))
-        await first.propose(CHAIN)
-        await drafter.close(first.script.session)
-        ids = [*first.ids[:150], *random_ids(20, 7)]
+        first = await ended(drafter, random_ids(200, 6))
+        ids = [*first[:150], *random_ids(20, 7)]
         proposal = await Conversation(drafter, ids).propose(CHAIN)
         assert (proposal.token_ids, proposal.log_probs) == await offered(drafter, windowed(ids, 170), CHAIN)
 
 
 async def test_rows_that_leave_no_room_for_the_text_stay_where_they_are() -> None:
     async with engine(load("llama", CONTEXT)) as drafter:
-        first = Conversation(drafter, random_ids(50, 11))
-        await first.propose(CHAIN)
-        await drafter.close(first.script.session)
-        long = Conversation(drafter, [*first.ids, *random_ids(150, 12)])
+        first = await ended(drafter, random_ids(50, 11))
+        long = Conversation(drafter, [*first, *random_ids(150, 12)])
         proposal = await long.propose(CHAIN)
         assert drafter.statistics().sessions.num_reused_tokens == 0
-        script = Script(first.ids)
-        again = await drafter.propose(script.first([*first.ids, 5]), 0, CHAIN)
+        script = Script(first)
+        again = await drafter.propose(script.first([*first, 5]), 0, CHAIN)
         assert again.timings.num_tokens == 1 + CHAIN.max_depth - 1, "its rows were there"
         await drafter.close(script.session)
         assert (proposal.token_ids, proposal.log_probs) == await offered(drafter, windowed(long.ids, 200), CHAIN)
