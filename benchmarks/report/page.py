@@ -43,7 +43,7 @@ _OF_FILE: dict[str, Callable[[Path, str], Section]] = {
 }
 _KINDS = f"a results file of {', '.join((*_OF_FILE, *_OF_LINE))}"
 _LINE = TypeAdapter(dict[str, Any])
-_LINES_OF_THEIR_OWN = ("bars", "load", "coupling_study", "stage_sessions", "exactness", "long-prompt")
+_LINES_OF_THEIR_OWN = ("bars", "load", "coupling_study", "stage_sessions", "exactness", "long-prompt", "draft-window")
 """Kinds whose files have a section per line; in files of the others the last line counts."""
 
 

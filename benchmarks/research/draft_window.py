@@ -18,8 +18,7 @@ import typer
 from benchmarks.environment import provenance
 from benchmarks.report import console as report
 from benchmarks.research.app import app
-from benchmarks.research.cells import spread
-from benchmarks.statistics import estimate
+from benchmarks.research.sections import of_draft_window
 from benchmarks.workloads import CODE, HELD_OUT, load
 from specsplit.api import Pipeline, PipelineOptions
 from specsplit.core.defaults import Mode
@@ -116,18 +115,7 @@ def main(
     settings = WindowSettings(contexts, lengths, mode, new_tokens, rounds, threads, temperature)
     with report.Progress(console).running("answers", (rounds + 1) * len(lengths) * (1 + len(contexts))) as tick:
         found = measure(settings, tick)
-    listed = report.table("Behind long prompts", "prompt", "draft context", "tokens/round", "/ plain", "TTFT, s")
-    for prompt_tokens in lengths:
-        of = {
-            each: [a for a in found if (a.prompt_tokens, a.draft_context) == (prompt_tokens, each)] for each in contexts
-        }
-        plain = [a for a in found if (a.prompt_tokens, a.draft_context) == (prompt_tokens, 0)]
-        for each, answers in of.items():
-            per_round = estimate([answer.tokens_per_round for answer in answers])
-            gain = estimate([one.tokens_per_s / other.tokens_per_s for one, other in zip(answers, plain, strict=True)])
-            ttft_s = estimate([answer.ttft_s for answer in answers])
-            listed.add_row(str(prompt_tokens), str(each), spread(per_round), spread(gain), f"{ttft_s.median:.2f}")
-    console.print(listed)
     answers = [asdict(answer) for answer in found]
     record = {"benchmark": "draft-window", "provenance": provenance(), "settings": asdict(settings), "answers": answers}
+    report.show_section(console, of_draft_window(record, output or Path("draft-window"), "draft-window"))
     report.emit(record, output)

@@ -1,9 +1,9 @@
-"""Sections of the page for tree shapes, the coupling study, sessions on stages, exactness and long prompts."""
+"""Sections of the page for tree shapes, couplings, stages, exactness, long prompts and windows of drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 from benchmarks.report import plots
@@ -124,11 +124,39 @@ def of_long_prompt(record: Record, path: Path, name: str) -> Section:
     return section
 
 
+def of_draft_window(record: Record, path: Path, name: str) -> Section:
+    """Return the section of one line of `draft-window`."""
+    settings, answers = record["settings"], record["answers"]
+    section = Section(f"{path.name}: {settings['mode']} behind long prompts at T {settings['temperature']:g}")
+    section.text(
+        f"The embedded pair without lookup, {settings['new_tokens']} new tokens, {settings['rounds']} alternating "
+        "rounds; a draft has the end alone of a text beyond its context."
+    )
+    warn(section, record, record)
+    rows: list[tuple[str, ...]] = []
+    for length, context in product(settings["lengths"], settings["contexts"]):
+        plain, drafted = (
+            [each for each in answers if (each["prompt_tokens"], each["draft_context"]) == (length, of)]
+            for of in (0, context)
+        )
+        found = (
+            [one["tokens_per_round"] for one in drafted],
+            [one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(drafted, plain, strict=True)],
+            [one["ttft_s"] for one in drafted],
+        )
+        rows.append((str(length), str(context), *(spread(estimate(samples).to_dict()) for samples in found)))
+    columns = ("prompt", "draft context", "tokens/round", "of plain's rate", "first token, s")
+    section.table("By the prompt's tokens", columns, rows)
+    section.origin(record)
+    return section
+
+
 OF_LINE: dict[str, Callable[[Record, Path, str], Section]] = {
     "sweep-tree": of_tree,
     "coupling_study": of_coupling,
     "stage_sessions": of_stage_sessions,
     "exactness": of_exactness,
     "long-prompt": of_long_prompt,
+    "draft-window": of_draft_window,
 }
 """What makes the section of a line, by the line's benchmark."""
