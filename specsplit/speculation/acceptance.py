@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from specsplit.speculation.constants import (
     AGREED_SHARE,
+    FEW_TREES,
     FIRST_CHILD_PRIOR,
     HALF_LIFE,
     LOOKUP_PRIOR_BY_MATCH,
@@ -135,7 +136,9 @@ class DepthProfile:
             (hits + PRIOR_WEIGHT / 2 ** (rank + 2)) / (seen + PRIOR_WEIGHT)
             for rank, (seen, hits) in enumerate(self._further)
         ]
-        return Profile(_rounded(first), _rounded(further))
+        (num_trees, _), rate = self._first[0], first[0]
+        doubt = math.sqrt(rate * (1 - rate) / (num_trees + PRIOR_WEIGHT)) if num_trees < FEW_TREES else 0.0
+        return Profile(_rounded(first), _rounded(further), *_rounded([doubt]))
 
 
 def _rounded(rates: Sequence[float]) -> tuple[float, ...]:
