@@ -32,7 +32,7 @@ def real_shapes(
     temperature: Annotated[
         str, typer.Option(help="0 is greedy, above it top-p is 0.9; separated by commas.")
     ] = "0,0.7",
-    draft_vocab: Annotated[str | None, typer.Option(help="Of our modes' draft: N or a file.", metavar="N|FILE")] = None,
+    draft_vocab: Annotated[str | None, typer.Option(help="Tokens of our draft: N, all or a file.", metavar="N")] = None,
     tokens: Annotated[int, typer.Option(min=8, help="New tokens a generation.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often every system does its task.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Of each system.")] = 2,

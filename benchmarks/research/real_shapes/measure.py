@@ -16,13 +16,14 @@ from benchmarks.processes import Child
 from benchmarks.research.real_shapes import formats as forward_formats
 from benchmarks.research.real_shapes import loading, reading
 from benchmarks.research.real_shapes.make import MadePair, made_pair
-from benchmarks.research.real_shapes.serving import BARE, OUR_MODES, THEIR_WAYS, OurModes, TheirWays
+from benchmarks.research.real_shapes.serving import BARE, DRAFTED_WHOLE, OUR_MODES, THEIR_WAYS, OurModes, TheirWays
 from benchmarks.research.real_shapes.shapes import find_shape
 from benchmarks.settings import Pair
 from benchmarks.statistics import Estimate, estimate
 from benchmarks.systems import Sample, System, Task
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import SamplingParams
+from specsplit.model.vocab_file import ALL as ALL_TOKENS
 
 Record = dict[str, Any]
 Tell = Callable[[str], None]
@@ -61,7 +62,7 @@ def check(settings: RealShapeSettings) -> None:
     Raises:
         InvalidRequest: naming those that do.
     """
-    known = (*OUR_MODES, BARE, *THEIR_WAYS)
+    known = (*OUR_MODES, *DRAFTED_WHOLE, BARE, *THEIR_WAYS)
     for name in settings.systems:
         if name not in known:
             raise InvalidRequest(f"There is no system {name!r}; there are {', '.join(known)}.", param="systems")
@@ -74,17 +75,16 @@ def run(settings: RealShapeSettings, tell: Tell) -> Record:
     pair = Pair(made.target, made.draft, "bf16", settings.device)
     facts = {name: value for name, value in asdict(made).items() if name not in ("target", "draft")}
     ours = [name for name in settings.systems if name in (*OUR_MODES, BARE)]
+    whole = [name for name in settings.systems if name in DRAFTED_WHOLE]
     theirs = [name for name in settings.systems if name in THEIR_WAYS]
     context = max(settings.contexts) + settings.num_new_tokens + _ROOM
     with ExitStack() as scope:
         children: list[Child] = []
         # One after the other: loading at once would need the memory of both checkpoints twice.
-        if ours:
-            children.append(
-                _child(
-                    scope, "our modes", partial(OurModes, settings.threads, ours, pair, context, settings.draft_vocab)
-                )
-            )
+        for names, vocab in ((ours, settings.draft_vocab), (whole, ALL_TOKENS)):
+            if names:
+                modes = partial(OurModes, settings.threads, names, pair, context, vocab)
+                children.append(_child(scope, "our modes", modes))
         if theirs:
             children.append(_child(scope, "transformers", partial(TheirWays, settings.threads, theirs, pair)))
         systems = [system for child in children for system in child.wait_systems()]
@@ -186,6 +186,8 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, Estimate]:
         ("pingpong", "plain"),
         ("pingpong", "assisted"),
         ("pingpong", "assisted-constant"),
+        ("pingpong", "pingpong-whole-head"),
+        ("auto", "auto-whole-head"),
         ("lookup", "plain"),
         ("lookup", "prompt-lookup"),
         ("assisted", "generate"),

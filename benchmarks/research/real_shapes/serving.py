@@ -20,6 +20,9 @@ from specsplit.core.sections import OrchestratorSettings
 from specsplit.core.settings import DraftSettings, Settings, TargetSettings, override
 
 OUR_MODES = ("plain", "pingpong", "auto", "lookup", "overlap", "stream")
+WHOLE_HEAD = "-whole-head"
+"""Behind a mode's name: the draft's head computes all tokens, in a process of its own."""
+DRAFTED_WHOLE = tuple(f"{mode}{WHOLE_HEAD}" for mode in OUR_MODES if mode not in ("plain", "lookup"))
 BARE = "bare"
 _WAYS: dict[str, dict[str, Any]] = {
     "generate": {},
@@ -33,7 +36,7 @@ THEIR_WAYS = tuple(_WAYS)
 class OurModes(InProcess):
     """Our modes and the bare forward; also tells the parts of a round and what a process of it holds."""
 
-    def __init__(self, threads: int, modes: Sequence[str], pair: Pair, context: int, draft_vocab: str | None) -> None:
+    def __init__(self, threads: int, names: Sequence[str], pair: Pair, context: int, draft_vocab: str | None) -> None:
         OnLoop.__init__(self)
         loading = {"dtype": pair.dtype, "device": pair.device, "threads": threads, "context": context}
         # The modes share their engines and get the same prompts: each forwards its prompt, as transformers' ways do.
@@ -46,8 +49,9 @@ class OurModes(InProcess):
         start_s = time.perf_counter()
         self._models = load_models(self._settings)
         self._load_s = time.perf_counter() - start_s
-        self._modes = [ServedMode(mode, mode, lookup=mode != "pingpong") for mode in modes if mode != BARE]
-        self._has_bare = BARE in modes
+        served = [(name, name.removesuffix(WHOLE_HEAD)) for name in names if name != BARE]
+        self._modes = [ServedMode(name, mode, lookup=mode != "pingpong") for name, mode in served]
+        self._has_bare = BARE in names
 
     def __enter__(self) -> Self:
         super().__enter__()

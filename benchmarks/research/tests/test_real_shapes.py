@@ -55,15 +55,15 @@ def test_a_shape_or_a_system_that_does_not_exist_is_refused_by_name():
 
 
 def test_every_mode_forwards_its_prompt_and_writes_plain_decodings_text(tmp_path: Path):
-    systems = ("plain", "pingpong", "auto")
+    systems = ("plain", "pingpong", "auto", "pingpong-whole-head")
     settings = RealShapeSettings("tiny", tmp_path, systems, contexts=(96,), num_new_tokens=8, num_rounds=2, threads=1)
     told: list[str] = []
     greedy, sampled = run(settings, told.append)["cells"]
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 0.7)
     for cell in (greedy, sampled):
         assert cell["acceptance"].keys() == set(systems)
-        assert [each["num_reused_tokens"] for each in cell["acceptance"].values()] == [0, 0, 0]
-        assert (cell["texts"]["num_compared"], cell["texts"]["differences"]) == (4, [])
+        assert [each["num_reused_tokens"] for each in cell["acceptance"].values()] == [0] * 4
+        assert (cell["texts"]["num_compared"], cell["texts"]["differences"]) == (6, [])
 
 
 def test_programs_that_are_loaded_come_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
