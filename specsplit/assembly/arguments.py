@@ -131,7 +131,7 @@ class PipelineOptions(ClientOptions, total=False):
     """The options of a pipeline beside its models or addresses."""
 
     draft_vocab: ModelPath
-    """The tokens that the draft may propose: the number of lowest ids, or a file."""
+    """The tokens that the draft may propose: the number of lowest ids, "all", or a file."""
     dtype: Dtype | TorchDtype
     """Number format of the weights; by default the checkpoint's, if the processor computes in it."""
     device: DeviceName | TorchDevice

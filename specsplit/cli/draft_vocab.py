@@ -15,7 +15,7 @@ from specsplit.core.errors import InvalidRequest
 from specsplit.core.paths import expanded
 from specsplit.model.extra import require_worker_extra
 from specsplit.model.source import check_source
-from specsplit.model.vocab_file import write_vocab_file
+from specsplit.model.vocab_file import DEFAULT_DRAFT_VOCAB, write_vocab_file
 
 app = typer.Typer()
 
@@ -29,7 +29,7 @@ def draft_vocab(
     ],
     output: Annotated[str, typer.Option("--output", help="File to write.", metavar="FILE")],
     model: Annotated[str, typer.Option("--model", "-m", help="Folder or hub id of the draft.", metavar="M")],
-    size: Annotated[int, typer.Option("--size", min=1, help="Tokens to keep.", metavar="N")] = 32_768,
+    size: Annotated[int, typer.Option("--size", min=1, help="Tokens to keep.", metavar="N")] = DEFAULT_DRAFT_VOCAB,
 ) -> None:
     """Write the tokens that are frequent in texts, for a draft's head of these alone: see --draft-vocab."""
     raise typer.Exit(run_given(lambda given: run(model, corpus, size, output), ctx))

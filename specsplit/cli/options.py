@@ -61,9 +61,10 @@ Revision = Annotated[str | None, option("--revision", _MODELS, _REVISION.format(
 DraftRevision = Annotated[
     str | None, option("--draft-revision", _MODELS, _REVISION.format("draft"), "its main branch", "R")
 ]
-_VOCAB = "Tokens that the draft's head computes: the N lowest, or those of a file of draft-vocab."
-DraftVocab = Annotated[str | None, option("--draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
-ServedVocab = Annotated[str | None, option("--vocab --draft-vocab", _MODELS, _VOCAB, "all", "N|FILE")]
+_VOCAB = "Tokens that the draft's head computes: the N lowest, all, or those of a file of draft-vocab."
+_DEFAULT_VOCAB = "32768 of a large vocabulary on a CPU, else all"
+DraftVocab = Annotated[str | None, option("--draft-vocab", _MODELS, _VOCAB, _DEFAULT_VOCAB, "N|all|FILE")]
+ServedVocab = Annotated[str | None, option("--vocab --draft-vocab", _MODELS, _VOCAB, _DEFAULT_VOCAB, "N|all|FILE")]
 DtypeOption = Annotated[
     Dtype | None,
     option(

@@ -186,7 +186,7 @@ class DraftSettings(WorkerSettings):
     """The draft; without a model, the embedded one if the target is embedded or a draft service is started."""
 
     vocab: Annotated[str, Field(min_length=1)] | None = None
-    """The tokens that its head computes: the N lowest, or those of a file of `specsplit draft-vocab`; None is all."""
+    """Tokens that its head computes: the N lowest, all, or a file's; by default all, but of a large one on a CPU."""
 
 
 class TargetSettings(WorkerSettings):

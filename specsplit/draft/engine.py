@@ -105,6 +105,7 @@ class Grower:
         self._last_number = max(self._last_number, known_nodes)
         self._tree.forget_numbers_above(known_nodes)
         length = turn.base_length + len(turn.tail)
+        self._model.runner.see_text(turn.tail)
         num_forwarded = 0
         try:
             pending = self._align(turn)

@@ -7,20 +7,26 @@ as if the draft had cut it; ids and noise are those of the whole vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specsplit.core.errors import InvalidSettings, ModelUnsupported
 from specsplit.core.ports import Tokenizer
+from specsplit.model.backends.packed_linear import product
+from specsplit.model.recent_tokens import RecentTokens
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.vocab_file import VocabFile, parse_draft_vocab
 
+_RECENT_SHARE = 16
+"""Tokens of a trimmed head for each that it computes because a text had it. Chosen: 2,048 for 32,768."""
+
 
 def kept_ids(chosen: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int] | None:
-    """Return the ids that "N" or a file's name stands for, ascending, with those that end a text; None if it is all.
+    """Return the ids that "N", "all" or a file's name stands for, ascending, with the ends of text; None if it is all.
 
     N stands for the N lowest ids: a byte-pair vocabulary numbers its merges by frequency.
 
@@ -28,6 +34,8 @@ def kept_ids(chosen: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[
         InvalidSettings: N is 0, there is no such file, or it is none of a vocabulary that this draft has.
     """
     named = parse_draft_vocab(chosen)
+    if named is None:
+        return None
     kept = set(range(min(named, vocab_size)) if isinstance(named, int) else _checked(named, tokenizer, vocab_size))
     if tokenizer is not None:
         kept |= {token_id for token_id in tokenizer.eos_ids if token_id < vocab_size}
@@ -49,8 +57,57 @@ def _checked(file: VocabFile, tokenizer: Tokenizer | None, vocab_size: int) -> S
     return file.token_ids
 
 
-def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> None:
-    """Give the model a head of these rows only; the embedding keeps all of them.
+class TrimmedHead(nn.Linear):
+    """A head of some tokens only; the embedding keeps all of them. It may come to follow the texts, too.
+
+    Legend: N tokens that it computes, R rows.
+    """
+
+    def __init__(self, head: nn.Linear, kept_ids: Sequence[int]) -> None:
+        rows, parameters = torch.tensor(kept_ids, device=head.weight.device), dict(head.named_parameters())
+        with torch.device("meta"):
+            super().__init__(head.in_features, len(kept_ids), bias="bias" in parameters)
+        for part, values in parameters.items():
+            setattr(self, part, nn.Parameter(values.detach()[rows], requires_grad=False))
+        self.kept_ids = tuple(kept_ids)
+        """The tokens that it always computes, ascending."""
+        self.token_ids = rows
+        """Those that it computes now, [N]; its outputs are in this order."""
+        self.recent: RecentTokens | None = None
+        """The tokens behind the fixed ones, once it follows the texts."""
+        self._whole = head.weight.detach() if head.weight.is_cpu and "bias" not in parameters else None
+        self._packs: Sequence[Tensor] = ()
+
+    def follow_texts(self, width: int) -> None:
+        """Compute from now on some of the tokens that texts had last, too; packs have at most `width` inputs.
+
+        A head with a bias stays as it is, and so does one of few tokens or on a GPU.
+        """
+        num_places = len(self.kept_ids) // _RECENT_SHARE
+        if self._whole is not None and num_places:
+            self.recent, self._width = RecentTokens(self._whole, self.kept_ids, num_places, width), width
+            self.token_ids = torch.cat([self.token_ids, self.recent.token_ids])
+            self.recent.token_ids = self.token_ids[len(self.kept_ids) :]
+
+    @contextmanager
+    def computing_with(self, packs: Sequence[Tensor]) -> Generator[None]:
+        """Compute with these packs, which are those of `recent` or stand for them in a recording."""
+        self._packs = packs
+        try:
+            yield
+        finally:
+            self._packs = ()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the logits [..., R, N]."""
+        logits = super().forward(input)
+        if not self._packs:
+            return logits
+        return torch.cat([logits, product(input, list(self._packs), self._width, None)], dim=-1)
+
+
+def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> TrimmedHead:
+    """Give the model a head of these rows only, and return it.
 
     Raises:
         ModelUnsupported: its head is no linear layer.
@@ -58,13 +115,9 @@ def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> No
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelUnsupported(f"The head of {name} is no linear layer, so --draft-vocab cannot trim it; leave it out.")
-    rows = torch.tensor(token_ids, device=head.weight.device)
-    parameters = dict(head.named_parameters())
-    with torch.device("meta"):
-        trimmed = nn.Linear(head.in_features, len(token_ids), bias="bias" in parameters)
-    for part, values in parameters.items():
-        setattr(trimmed, part, nn.Parameter(values.detach()[rows], requires_grad=False))
+    trimmed = TrimmedHead(head, token_ids)
     model.set_output_embeddings(trimmed)
+    return trimmed
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> Counter[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -18,7 +18,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import comparisons_of
-from specsplit.model.draft_vocab import kept_ids, trim_head
+from specsplit.model.draft_vocab import TrimmedHead, kept_ids, trim_head
 from specsplit.model.files import load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
 from specsplit.model.identity import Stamps, require_no_links_out, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
@@ -35,6 +35,7 @@ from specsplit.model.source import at_commit, commit_of, model_folder, resolve
 from specsplit.model.threads import choose_threads
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.transformers_models import PreTrainedModel
+from specsplit.model.vocab_file import DEFAULT_DRAFT_VOCAB
 from specsplit.model.weight_format import WEIGHT_FORMATS, WeightFormat, rounded_hash, weight_format
 
 Role = Literal["draft", "target"]
@@ -43,6 +44,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP32_DRAFT_WIDTH = 512
 """Widest draft that is computed in fp32 by default. A draft forwards one or two rows at a time, and there a product of
 so few inputs takes longer to begin in bf16 than in fp32; in wider models a long prompt would take twice as long."""
+_LARGE_VOCAB = 2 * DEFAULT_DRAFT_VOCAB
+"""Tokens of a vocabulary of which a draft's head computes a part by default. Chosen: it is half of its work at most."""
 _CONTEXT_OPTIONS = {"target": "--context", "draft": "--draft-context"}
 _LEAST_WINDOWED = 32
 """Least context of a draft with room for a text's first tokens, its end and a tree."""
@@ -74,7 +77,10 @@ class LoadOptions(TypedDict, total=False):
     """The same in rows, where another model's budget says how many."""
     node_limit: int
     vocab: str | None
-    """The tokens that a draft's head computes, as `draft_vocab.kept_ids` reads it; by default all."""
+    """The tokens that a draft's head computes, as `draft_vocab.kept_ids` reads it.
+
+    By default the DEFAULT_DRAFT_VOCAB lowest ids of a large vocabulary on a CPU, and all otherwise.
+    """
     shares_tokenizer: bool
     """Whether others get the tokenizer's files, which may not be links out of the model's folder then; the default."""
     record: bool
@@ -190,12 +196,12 @@ def load_model(
         report(weights_phase(stamps), 0.15)
         form, dtype = weight_format(options.get("dtype")), as_dtype(options.get("dtype"), device, config, role)
         model = noted(load_weights(path, name, config, dtype, device))
-        kept = _trimmed(model, options.get("vocab"), reading.result, name)
+        head, kept = _trimmed_head(model, options.get("vocab"), role, reading.result, name)
         report("probing", 0.7)
         probed, wanted = probe(model), _kv_request(config, options, name, role)
         plan = plan_slots(model, probed, wanted)
         fix_positions(model, plan.context)
-        runner = Runner(EagerBackend(model, probed, kept), allocate(model, probed, plan), plan.context)
+        runner = Runner(EagerBackend(model, probed, head), allocate(model, probed, plan), plan.context)
         comparisons = comparisons_of(model, path, stamps, form, kept, plan.context, plan.node_limit, plan.num_slots)
         check_and_pack(runner, kept, form, name, comparisons, reading.result)
         report("recording", 0.85)
@@ -224,15 +230,20 @@ def load_model(
     )
 
 
-def _trimmed(
-    model: PreTrainedModel, vocab: str | None, read_tokenizer: Callable[[], Any], name: str
-) -> list[int] | None:
-    """Trim the head to the tokens that the option names; return them, None if it keeps all."""
+def _trimmed_head(
+    model: PreTrainedModel, vocab: str | None, role: Role, read_tokenizer: Callable[[], Any], name: str
+) -> tuple[TrimmedHead | None, Sequence[int] | None]:
+    """Trim the head to the tokens that the option names, by default a large one of a draft; None if it keeps all.
+
+    The tokens are returned, too.
+    """
     size = model.config.get_text_config().vocab_size
+    if vocab is None and role == "draft" and model.device.type == "cpu" and size >= _LARGE_VOCAB:
+        if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+            return None, None
+        vocab = str(DEFAULT_DRAFT_VOCAB)
     kept = kept_ids(vocab, read_tokenizer()[0], size) if vocab is not None else None
-    if kept is not None:
-        trim_head(model, kept, name)
-    return kept
+    return (trim_head(model, kept, name), kept) if kept is not None else (None, None)
 
 
 def _fastest_threads(runner: Runner, limit: int | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Protocol
 
@@ -122,6 +122,12 @@ class Runner:
         if len(sequences) == 1:
             return [logits]
         return [part for _, part in sorted(zip(order, parts, strict=True), key=_PLACE)]
+
+    def see_text(self, token_ids: Iterable[int]) -> None:
+        """Have a head that follows the texts compute these tokens of one, too."""
+        head = self._eager.trimmed_head
+        if head is not None and head.recent is not None:
+            head.recent.see(token_ids)
 
     def _over_vocabulary(self, logits: Tensor, kept_ids: Tensor) -> Tensor:
         """Return rows over the whole vocabulary: tokens that the head leaves out have -inf, as what was cut has."""

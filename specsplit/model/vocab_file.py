@@ -24,12 +24,22 @@ class VocabFile:
     token_ids: Sequence[int]
 
 
-def parse_draft_vocab(chosen: str) -> int | VocabFile:
-    """Return the number that "N" is, or else the content of the file of that name.
+ALL = "all"
+DEFAULT_DRAFT_VOCAB = 32_768
+"""Tokens of a draft's vocabulary, if nobody says otherwise, where it has one.
+
+Measured: of code and English they are 91 to 97 % with cl100k's tokenizer (docs/adr/0037).
+"""
+
+
+def parse_draft_vocab(chosen: str) -> int | VocabFile | None:
+    """Return the number that "N" is, or else the content of the file of that name; None for "all".
 
     Raises:
         InvalidSettings: the number is 0, there is no such file, or it is none of `write_vocab_file`.
     """
+    if chosen == ALL:
+        return None
     # isdigit() is true of superscripts, too, which are no numbers; longer numbers are no vocabulary.
     if re.fullmatch(r"[0-9]{1,18}", chosen) is None:
         return _read(chosen)

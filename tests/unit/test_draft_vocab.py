@@ -41,10 +41,45 @@ def test_a_trimmed_head_computes_what_the_whole_one_does_for_its_tokens(whole: L
     ours, theirs = trimmed.runner.forward(sequence)[0], whole.runner.forward(sequence)[0]
     kept = ours.isfinite()
     assert ours.shape == theirs.shape
-    assert set(kept[0].nonzero().flatten().tolist()) == set(range(NUM_KEPT)) | set(whole.eos_ids)
+    computed = set(kept[0].nonzero().flatten().tolist())
+    assert computed == set(range(NUM_KEPT + NUM_KEPT // 16)) | set(whole.eos_ids)
     assert torch.equal(kept[0], kept[1])
     assert bool((ours[~kept] == -torch.inf).all())
     torch.testing.assert_close(ours[kept], theirs[kept], rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_of_a_text_are_computed_until_later_ones_take_their_places(whole: LoadedModel):
+    trimmed = load_model("embedded", role="draft", threads=1, context=64, vocab="64")
+
+    def computed() -> set[int]:
+        sequence = [SequenceInput(0, 0, [5, 3, 900, 7], num_logits=2)]
+        ours, theirs = trimmed.runner.forward(sequence)[0], whole.runner.forward(sequence)[0]
+        kept = ours.isfinite()
+        torch.testing.assert_close(ours[kept], theirs[kept], rtol=1e-4, atol=1e-4)
+        return {token_id for token_id in kept[0].nonzero().flatten().tolist() if token_id >= 64} - set(whole.eos_ids)
+
+    assert trimmed.runner.is_recorded
+    assert computed() == {64, 65, 66, 67}, "a sixteenth"
+    trimmed.runner.see_text([1000, 3, 64, 2000])
+    assert computed() == {1000, 2000, 64, 65}, "the highest went first"
+    trimmed.runner.see_text([1000, 3000, 1000])
+    assert computed() == {1000, 2000, 3000, 64}, "those seen longest ago are 65, then 64"
+    trimmed.runner.see_text(range(100, 4000))
+    assert computed() == {3996, 3997, 3998, 3999}
+
+
+def test_a_draft_proposes_the_rare_tokens_of_its_text(plain: Pipeline):
+    prompt = "zeta_quark = zeta_quark + zeta_quark\n" * 4
+    given: RequestOptions = {"max_new_tokens": 32, "ignore_eos": True}
+    wanted = plain.generate(prompt, **given)
+    size = 256
+    assert sum(token_id >= size + size // 16 for token_id in wanted.token_ids) > 8, (
+        "most of it is in no such vocabulary"
+    )
+    with Pipeline(mode="pingpong", lookup=False, draft_vocab=str(size), threads=1) as pipeline:
+        found = pipeline.generate(prompt, **given)
+    assert found.token_ids == wanted.token_ids
+    assert found.num_rounds < 24
 
 
 @pytest.mark.parametrize(("mode", "size"), [("pingpong", NUM_KEPT), ("overlap", 1)])

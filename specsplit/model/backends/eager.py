@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from specsplit.model.attention.device_step import DeviceStep
 from specsplit.model.attention.function import LayerAttention, SlotAttention
 from specsplit.model.backends.packed_linear import PackedLinears
 from specsplit.model.backends.rounded_weights import Rounding
+from specsplit.model.draft_vocab import TrimmedHead
 from specsplit.model.probe import ProbeResult
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import WeightFormat
@@ -31,10 +32,8 @@ class EagerBackend:
     has_head = True
     """Whether logits leave, and not hidden states."""
 
-    def __init__(self, model: PreTrainedModel, probed: ProbeResult, kept_ids: Sequence[int] | None = None) -> None:
-        self.model = model
-        self.kept_ids = None if kept_ids is None else torch.tensor(kept_ids, device=model.device)
-        """The tokens that the model's head computes, ascending; None if it is all of them."""
+    def __init__(self, model: PreTrainedModel, probed: ProbeResult, head: TrimmedHead | None = None) -> None:
+        self.model, self.trimmed_head = model, head
         self.layers, self.masks = probed.layers, probed.masks
         self.linears: PackedLinears | None = None
         """The model's linear layers in another layout, once `pack` was called."""
@@ -42,8 +41,18 @@ class EagerBackend:
         """The linear layers that were replaced on a GPU, once `round` was called."""
 
     @property
+    def kept_ids(self) -> Tensor | None:
+        """The tokens that the model's head computes, in its order; None if it is all of them."""
+        return self.trimmed_head.token_ids if self.trimmed_head is not None else None
+
+    @property
     def packs(self) -> Sequence[Tensor]:
-        return self.linears.packs if self.linears is not None else ()
+        return (*self.linears.packs, *self._recent_packs) if self.linears is not None else ()
+
+    @property
+    def _recent_packs(self) -> Sequence[Tensor]:
+        recent = self.trimmed_head.recent if self.trimmed_head is not None else None
+        return recent.packs if recent is not None else ()
 
     @property
     def rounded_weights(self) -> PackedLinears | RoundedLayers | None:
@@ -57,6 +66,8 @@ class EagerBackend:
         """
         rounding = Rounding(form, self.model) if form is not None else None
         self.linears = PackedLinears(lambda: self.forward(*example), self.model, width, rounding)
+        if self.trimmed_head is not None:
+            self.trimmed_head.follow_texts(width)
 
     def round(self, forward: Callable[[], object] | None, form: WeightFormat) -> None:
         """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded.
@@ -122,8 +133,10 @@ class EagerBackend:
         if self.linears is None:
             yield
             return
-        first = len(self.masks) + 2 * len(self.layers)
-        with self.linears.serving(memory[first : first + len(self.linears.packs)]), WholeVectors():
+        packs = memory[len(self.masks) + 2 * len(self.layers) :][: len(self.packs)]
+        own, of_recent = packs[: len(self.linears.packs)], packs[len(self.linears.packs) :]
+        following = self.trimmed_head.computing_with(of_recent) if self.trimmed_head is not None else nullcontext()
+        with self.linears.serving(own), WholeVectors(), following:
             yield
 
 
