@@ -12,7 +12,6 @@ from itertools import pairwise
 
 from specsplit.speculation.constants import (
     AGREED_SHARE,
-    FEW_TREES,
     FIRST_CHILD_PRIOR,
     HALF_LIFE,
     LOOKUP_PRIOR_BY_MATCH,
@@ -136,9 +135,7 @@ class DepthProfile:
             (hits + PRIOR_WEIGHT / 2 ** (rank + 2)) / (seen + PRIOR_WEIGHT)
             for rank, (seen, hits) in enumerate(self._further)
         ]
-        (num_trees, _), rate = self._first[0], first[0]
-        doubt = math.sqrt(rate * (1 - rate) / (num_trees + PRIOR_WEIGHT)) if num_trees < FEW_TREES else 0.0
-        return Profile(_rounded(first), _rounded(further), *_rounded([doubt]))
+        return Profile(_rounded(first), _rounded(further))
 
 
 def _rounded(rates: Sequence[float]) -> tuple[float, ...]:

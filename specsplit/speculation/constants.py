@@ -145,13 +145,6 @@ PROFILE_DEPTH = 16
 """Levels of the acceptance profile that trees are planned with. Chosen: deeper than AUTO_DEPTH."""
 PROFILE_BRANCHING = 4
 """Children of a node in that profile. Chosen: a further sibling catches next to nothing."""
-FEW_TREES = 16
-"""Trees of the draft up to which its acceptance is hoped to be higher than was seen, by a standard deviation.
-
-Measured: of pairs that gain a quarter a half was left to plain decoding for 200 tokens, since three trees looked bad.
-"""
-LEAST_HOPED = 0.8
-"""Share of plain decoding's rate that is expected at least of a plan that is tried for what is hoped of it."""
 PROFILE_STEP = 1 / 32
 """Rounding of the profile's rates. Chosen: the same profile comes again and again, so that predictions are cached."""
 

@@ -17,7 +17,6 @@ from typing import Literal
 from specsplit.core.defaults import DEFAULT_UNACKNOWLEDGED
 from specsplit.core.record import record
 from specsplit.speculation.constants import (
-    LEAST_HOPED,
     SURE_FACTOR,
     SWITCH_MARGIN,
     SWITCH_PATIENCE,
@@ -96,14 +95,6 @@ class Profile:
     """Acceptance of a parent's first child, given the parent's."""
     catch_by_rank: tuple[float, ...] = ()
     """Share of the rounds that miss a first child which its second, third, ... sibling catches."""
-
-    doubt: float = 0.0
-    """How much more of the first children may be accepted: much while few were seen."""
-
-    def hoped(self, share: float) -> Profile:
-        """Return the acceptance if this share of the doubt was for nothing; no doubt is left."""
-        more = share * self.doubt
-        return Profile(tuple([min(rate + more, 1.0) for rate in self.accept_by_depth]), self.catch_by_rank)
 
     def children(self, depth: int, branching: int) -> list[float]:
         """Return the acceptance of each child of an accepted node, at `depth` (1 below the root)."""
@@ -243,33 +234,7 @@ def choose_plan(
     The `last` decision stands until another plan beats it as `limits` require; plain decoding, and a plan without nodes
     over one with a tree, need no margin, so that speculating never stays where it only costs. A mode that is not
     offered any more is left at once.
-
-    While a draft is little known, the plan that may turn out best is tried, if it is not expected to cost much: a draft
-    that is left shows little more of what it is worth. The decision has the rate that is expected.
     """
-    for share in (1.0, 0.5):
-        hoped: dict[RoundMode, Profile] = {mode: profile.hoped(share) for mode, profile in profiles.items()}
-        decision = _choose(hoped, costs, limits, last, correct)
-        if not decision.nodes or not profiles[decision.mode].doubt:
-            return decision
-        expected = _revised(decision, profiles, costs, limits)
-        assert expected is not None, "the tree has been planned within these limits"
-        (plan,) = _corrected([expected], correct)
-        plain = max([plan.tokens_per_s for plan in decision.alternatives if plan.mode == PLAIN])
-        if plan.tokens_per_s >= LEAST_HOPED * plain:
-            rates = {"tokens_per_s": plan.tokens_per_s, "predicted_tokens_per_s": plan.predicted_tokens_per_s}
-            return replace(decision, **rates)
-    return _choose(profiles, costs, limits, last, correct)
-
-
-def _choose(
-    profiles: Mapping[RoundMode, Profile],
-    costs: Costs,
-    limits: Limits,
-    last: Decision | None,
-    correct: RateCorrector,
-) -> Decision:
-    """Return the decision of `choose_plan` if there were no doubt."""
     trees = _trees(costs, limits)
     plans = [ModePlan(PLAIN, 0, 0, 1 / round_s(PLAIN, 0, 0, costs))]
     plans += [
