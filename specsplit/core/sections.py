@@ -186,7 +186,7 @@ class DraftSettings(WorkerSettings):
     """The draft; without a model, the embedded one if the target is embedded or a draft service is started."""
 
     vocab: Annotated[str, Field(min_length=1)] | None = None
-    """Tokens that its head computes: the N lowest, all, or a file's; by default all, but of a large one on a CPU."""
+    """Tokens that its head computes: the N lowest, all, or a file's; by default 32,768 of a large one on a CPU."""
 
 
 class TargetSettings(WorkerSettings):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from string import printable
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from specsplit.core.ports import Tokenizer
 from specsplit.model.backends.packed_linear import product
 from specsplit.model.recent_tokens import RecentTokens
 from specsplit.model.transformers_models import PreTrainedModel
-from specsplit.model.vocab_file import VocabFile, parse_draft_vocab
+from specsplit.model.vocab_file import DEFAULT_DRAFT_VOCAB, VocabFile, parse_draft_vocab
+from specsplit.sampling.columns import Columns
 
+_INDENTS = ("  ", "    ", "        ", "\n\n")
 _RECENT_SHARE = 16
 """Tokens of a trimmed head for each that it computes because a text had it. Chosen: 2,048 for 32,768."""
 
@@ -60,22 +63,24 @@ def _checked(file: VocabFile, tokenizer: Tokenizer | None, vocab_size: int) -> S
 class TrimmedHead(nn.Linear):
     """A head of some tokens only; the embedding keeps all of them. It may come to follow the texts, too.
 
-    Legend: N tokens that it computes, R rows.
+    Legend: C tokens that it computes, N of them always; R rows.
     """
 
     def __init__(self, head: nn.Linear, kept_ids: Sequence[int]) -> None:
+        vocab_size = len(head.weight)
         rows, parameters = torch.tensor(kept_ids, device=head.weight.device), dict(head.named_parameters())
         with torch.device("meta"):
             super().__init__(head.in_features, len(kept_ids), bias="bias" in parameters)
         for part, values in parameters.items():
             setattr(self, part, nn.Parameter(values.detach()[rows], requires_grad=False))
-        self.kept_ids = tuple(kept_ids)
-        """The tokens that it always computes, ascending."""
         self.token_ids = rows
-        """Those that it computes now, [N]; its outputs are in this order."""
+        """The tokens that it always computes, [N], ascending."""
+        self.columns = Columns(kept_ids, vocab_size)
+        """All that it computes now; its outputs are in this order."""
         self.recent: RecentTokens | None = None
         """The tokens behind the fixed ones, once it follows the texts."""
-        self._whole = head.weight.detach() if head.weight.is_cpu and "bias" not in parameters else None
+        self.whole = head.weight if head.weight.is_cpu and "bias" not in parameters else None
+        """The rows of all tokens, while those of some may be asked for."""
         self._packs: Sequence[Tensor] = ()
 
     def follow_texts(self, width: int) -> None:
@@ -83,11 +88,13 @@ class TrimmedHead(nn.Linear):
 
         A head with a bias stays as it is, and so does one of few tokens or on a GPU.
         """
-        num_places = len(self.kept_ids) // _RECENT_SHARE
-        if self._whole is not None and num_places:
-            self.recent, self._width = RecentTokens(self._whole, self.kept_ids, num_places, width), width
-            self.token_ids = torch.cat([self.token_ids, self.recent.token_ids])
-            self.recent.token_ids = self.token_ids[len(self.kept_ids) :]
+        num_places = len(self.token_ids) // _RECENT_SHARE
+        if self.whole is not None and num_places:
+            self.recent = RecentTokens(self.whole.detach(), self.columns, num_places, width)
+
+    def forget_others(self) -> None:
+        """Let go of the rows of all other tokens."""
+        self.whole = None
 
     @contextmanager
     def computing_with(self, packs: Sequence[Tensor]) -> Generator[None]:
@@ -99,11 +106,11 @@ class TrimmedHead(nn.Linear):
             self._packs = ()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the logits [..., R, N]."""
+        """Return the logits [..., R, C]."""
         logits = super().forward(input)
-        if not self._packs:
+        if not self._packs or self.recent is None:
             return logits
-        return torch.cat([logits, product(input, list(self._packs), self._width, None)], dim=-1)
+        return torch.cat([logits, product(input, list(self._packs), self.recent.width, None)], dim=-1)
 
 
 def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> TrimmedHead:
@@ -118,6 +125,18 @@ def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> Tr
     trimmed = TrimmedHead(head, token_ids)
     model.set_output_embeddings(trimmed)
     return trimmed
+
+
+def frequent_ids(tokenizer: Tokenizer | None, vocab_size: int) -> list[int] | None:
+    """Return the ids of a draft's vocabulary by default: the DEFAULT_DRAFT_VOCAB lowest, and the characters of ASCII.
+
+    Vocabularies of SentencePiece have single characters behind all merges, punctuation and digits among them.
+    """
+    kept = kept_ids(str(DEFAULT_DRAFT_VOCAB), tokenizer, vocab_size)
+    if kept is None or tokenizer is None:
+        return kept
+    characters = {token_id for character in (*printable, *_INDENTS) for token_id in tokenizer.encode(character)}
+    return sorted({*kept, *(token_id for token_id in characters if token_id < vocab_size)})
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> Counter[int]:

@@ -18,7 +18,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import comparisons_of
-from specsplit.model.draft_vocab import TrimmedHead, kept_ids, trim_head
+from specsplit.model.draft_vocab import TrimmedHead, frequent_ids, kept_ids, trim_head
 from specsplit.model.files import load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
 from specsplit.model.identity import Stamps, require_no_links_out, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
@@ -241,8 +241,9 @@ def _trimmed_head(
     if vocab is None and role == "draft" and model.device.type == "cpu" and size >= _LARGE_VOCAB:
         if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
             return None, None
-        vocab = str(DEFAULT_DRAFT_VOCAB)
-    kept = kept_ids(vocab, read_tokenizer()[0], size) if vocab is not None else None
+        kept = frequent_ids(read_tokenizer()[0], size)
+    else:
+        kept = kept_ids(vocab, read_tokenizer()[0], size) if vocab is not None else None
     return (trim_head(model, kept, name), kept) if kept is not None else (None, None)
 
 

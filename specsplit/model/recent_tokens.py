@@ -7,12 +7,14 @@ a trimmed head misses. Only on a CPU, where their rows are packed anew when they
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specsplit.model.backends.packed_linear import pack, part_width
+from specsplit.sampling.columns import Columns
 
 
 class RecentTokens:
@@ -22,19 +24,18 @@ class RecentTokens:
     """
 
     @torch.inference_mode()
-    def __init__(self, rows: Tensor, fixed: Collection[int], num_places: int, width: int) -> None:
-        """Begin with the lowest ids of `rows` [V, H] that are not `fixed`; packs have at most `width` inputs."""
-        fixed, vocab_size = frozenset(fixed), len(rows)
-        others = [token_id for token_id in range(vocab_size) if token_id not in fixed][:num_places]
-        self._rows, self._width = rows, width
-        self._is_fixed = bytearray(token_id in fixed for token_id in range(vocab_size))
+    def __init__(self, rows: Tensor, columns: Columns, num_places: int, width: int) -> None:
+        """Add columns for the lowest ids of `rows` [V, H] that have none; packs have at most `width` inputs."""
+        self._rows, self._columns, self.width = rows, columns, part_width(rows.shape[1], width)
+        is_fixed = columns.of_tokens >= 0
+        others = np.flatnonzero(~is_fixed)[:num_places].tolist()
+        self._is_fixed, self._num_fixed = is_fixed.tobytes(), len(columns.token_ids)
         # The highest id, the rarest of them, is the first to go.
         self._places = OrderedDict((token_id, place) for place, token_id in reversed(list(enumerate(others))))
-        self.token_ids = torch.tensor(others)
-        """The tokens by place, [P]; they change in place."""
-        self._own_rows = rows[self.token_ids]
+        columns.append(others)
+        self._own_rows = rows[torch.tensor(others)]
         self.packs: Sequence[Tensor] = self._packed()
-        """Their rows, packed in parts; new ones whenever a token takes a place."""
+        """Their rows, packed in parts of `width` inputs; new ones whenever a token takes a place."""
 
     @torch.inference_mode()
     def see(self, token_ids: Iterable[int]) -> None:
@@ -50,10 +51,10 @@ class RecentTokens:
                 taken[place] = token_id
             places[token_id] = place
         if taken:
-            changed, tokens = torch.tensor(list(taken)), torch.tensor(list(taken.values()))
+            changed, tokens = list(taken), list(taken.values())
             self._own_rows[changed] = self._rows[tokens]
-            self.token_ids[changed] = tokens
+            self._columns.replace([self._num_fixed + place for place in changed], tokens)
             self.packs = self._packed()
 
     def _packed(self) -> Sequence[Tensor]:
-        return [pack(part) for part in self._own_rows.split(part_width(self._own_rows.shape[1], self._width), dim=1)]
+        return [pack(part) for part in self._own_rows.split(self.width, dim=1)]

@@ -23,6 +23,7 @@ from specsplit.model.backends.recorded_cpu import FIRST, RecordedCpuBackend, Ste
 from specsplit.model.comparisons import Comparisons
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.weight_format import WeightFormat
+from specsplit.sampling.columns import Columns
 from specsplit.sampling.rows import tensor_over
 
 MOST_LOGITS = 1 << 18
@@ -99,7 +100,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[SequenceInput]) -> list[Tensor]:
-        """Run all sequences in one forward; return fp32 logits [num_logits, V] for each.
+        """Run all sequences in one forward; return fp32 logits [num_logits, V] for each, or [num_logits, C] of columns.
 
         Writes each sequence's rows into its slot. The caller owns the slots' lengths.
         """
@@ -110,8 +111,8 @@ class Runner:
             logits = self.backend.forward(*self._arguments(self._builder.build(ordered)))
         if logits.dtype is not torch.float32:
             logits = logits.float()
-        if self._eager.kept_ids is not None:
-            logits = self._over_vocabulary(logits, self._eager.kept_ids)
+        if self._is_cuda and (kept_ids := self._eager.kept_ids) is not None:
+            logits = logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, kept_ids, logits)
         # Kernels run behind the call: without this a step's time would be that of its launch.
         if self._is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
@@ -123,20 +124,17 @@ class Runner:
             return [logits]
         return [part for _, part in sorted(zip(order, parts, strict=True), key=_PLACE)]
 
+    @property
+    def columns(self) -> Columns | None:
+        """The tokens that logits on a CPU are of, if they are not of all; a GPU's always are of all."""
+        head = self._eager.trimmed_head
+        return head.columns if head is not None and not self._is_cuda else None
+
     def see_text(self, token_ids: Iterable[int]) -> None:
         """Have a head that follows the texts compute these tokens of one, too."""
         head = self._eager.trimmed_head
         if head is not None and head.recent is not None:
             head.recent.see(token_ids)
-
-    def _over_vocabulary(self, logits: Tensor, kept_ids: Tensor) -> Tensor:
-        """Return rows over the whole vocabulary: tokens that the head leaves out have -inf, as what was cut has."""
-        shape = (len(logits), self.vocab_size)
-        if self._is_cuda:
-            return logits.new_full(shape, -torch.inf).index_copy_(1, kept_ids, logits)
-        rows = np.full(shape, -np.inf, np.float32)
-        rows[:, kept_ids.numpy()] = logits.numpy()
-        return tensor_over(rows)
 
     def record(self, comparisons: Comparisons | None = None, before_run: Callable[[], object] = lambda: None) -> bool:
         """Record the forward if the recording reproduces the model; return whether it does.
@@ -178,7 +176,8 @@ class Runner:
         layers = [(layer.key_shape, layer.value_shape, layer.softcap, layer.mask) for layer in self._eager.layers]
         config = self.model.config.to_diff_dict()
         products = sorted(map(tuple, self.products))
-        return repr((sorted(config.items(), key=str), products, layers, self.is_recorded, self.span_rows))
+        trimmed = () if self.columns is None else (len(self.columns.token_ids),)
+        return repr((sorted(config.items(), key=str), products, layers, self.is_recorded, self.span_rows, *trimmed))
 
     def pack(self, width: int, form: WeightFormat | None = None) -> None:
         """Pack the weights, rounded to the format if there is one, in products of at most `width` inputs.
@@ -232,7 +231,7 @@ class Runner:
         Tokens are picked by numpy on the CPU, which finds such logits at hand. On a GPU nobody looks for tokens there,
         and large logits are not worth a copy.
         """
-        num_outputs = self.vocab_size if self._eager.kept_ids is None else len(self._eager.kept_ids)
+        num_outputs = self.vocab_size if self.columns is None else len(self.columns.token_ids)
         if self._is_cuda or num_rows * num_outputs > MOST_LOGITS:
             return (torch.empty(0, device=self.device),)
         return (tensor_over(np.empty((num_rows, num_outputs), np.float32)),)

@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specsplit.core.types import SamplingParams
+from specsplit.sampling.columns import ColumnNoise
 from specsplit.sampling.cuts import cut_row, kept_ids
 from specsplit.sampling.rows import nth_best_bound
 from specsplit.sampling.sparse_noise import LEAST, MOST, Floats, Indices, SparseNoise, Words, gumbel
 
 Logits = NDArray[np.float32]
+Noise = SparseNoise | ColumnNoise
 Best = tuple[list[int], list[float]]
 """Token ids, the best first, and their scores."""
 _SMALL = 8192
@@ -32,7 +34,7 @@ _SLACK = 1e-6
 """Far above what rounding does to a bound, relative to its terms."""
 
 
-def best_sums(rows: Logits, temperature: float, noise: SparseNoise, positions: Sequence[int], count: int) -> list[Best]:
+def best_sums(rows: Logits, temperature: float, noise: Noise, positions: Sequence[int], count: int) -> list[Best]:
     """Return each row's `count` best finite values of (logit - the row's maximum) / temperature + noise.
 
     Row i gets the noise of `positions[i]`. Of equal sums the lower id comes first. A row whose maximum is not a finite
@@ -49,7 +51,7 @@ def best_sums(rows: Logits, temperature: float, noise: SparseNoise, positions: S
 
 
 def best_within_cuts(
-    rows: Logits, params: SamplingParams, noise: SparseNoise, positions: Sequence[int], count: int
+    rows: Logits, params: SamplingParams, noise: Noise, positions: Sequence[int], count: int
 ) -> list[Best]:
     """Return `best_sums` of the logits that `cuts.cut` leaves of rows [N, V]."""
     return [
@@ -57,7 +59,7 @@ def best_within_cuts(
     ]
 
 
-def _best_within_cuts(row: Logits, params: SamplingParams, noise: SparseNoise, position: int, count: int) -> Best:
+def _best_within_cuts(row: Logits, params: SamplingParams, noise: Noise, position: int, count: int) -> Best:
     ids = kept_ids(row, params)
     if ids is not None and len(ids) * _POOL_SHARE <= len(row):
         return best_of_kept(ids, row.take(ids), params.temperature, noise.hashes(position, ids), count)
@@ -91,9 +93,7 @@ def best_by_scans(row: NDArray[Any], count: int) -> Best:
     return ids, values
 
 
-def _best_of_all(
-    rows: Logits, temperature: float, noise: SparseNoise, positions: Sequence[int], count: int
-) -> list[Best]:
+def _best_of_all(rows: Logits, temperature: float, noise: Noise, positions: Sequence[int], count: int) -> list[Best]:
     sums = rows.astype(np.float64)
     sums -= sums.max(axis=1, keepdims=True)
     sums /= temperature
@@ -105,7 +105,7 @@ def _best_of_all(
 class _Search:
     """A search in one row [V]."""
 
-    def __init__(self, row: Logits, temperature: float, noise: SparseNoise, position: int) -> None:
+    def __init__(self, row: Logits, temperature: float, noise: Noise, position: int) -> None:
         self._row, self._temperature = row, temperature
         self._noise, self._position = noise, position
         self._top_id = int(row.argmax())

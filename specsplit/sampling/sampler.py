@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specsplit.core.tree import depths, path_to
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
-from specsplit.sampling.best import Best, best_sums, best_within_cuts
+from specsplit.sampling.best import Best, Logits, Noise, best_sums, best_within_cuts
+from specsplit.sampling.columns import ColumnNoise, Columns
 from specsplit.sampling.cuts import has_cuts
 from specsplit.sampling.log_probs import token_log_probs
 from specsplit.sampling.noise import NoiseRows
@@ -93,6 +94,35 @@ class Sampler:
         best = self._best_of_few(logits, committed, depths, paths, count)
         return best_of_rows(self.scores(logits, committed, depths, paths), count) if best is None else best
 
+    def best_of_columns(
+        self,
+        logits: Tensor,
+        columns: Columns,
+        committed: Sequence[int],
+        depths: Sequence[int],
+        paths: Sequence[Sequence[int]] | None,
+        count: int,
+    ) -> Iterable[Best]:
+        """Return `best` of logits [N, C] of some tokens on a CPU; the others count as cut.
+
+        Penalties and biases are made for rows of the whole vocabulary, so with these that is what is searched.
+        """
+        if self._counts is not None or self._bias is not None:
+            return self.best(columns.over_vocabulary(logits), committed, depths, paths, count)
+        if self._sparse_noise is None:
+            found = best_of_rows(logits, count)
+        else:
+            positions = [len(committed) + depth for depth in depths]
+            found = self._noisy(as_array(logits), ColumnNoise(self._sparse_noise, columns), positions, count)
+        return [(columns.tokens(places), values) for places, values in found]
+
+    def _noisy(self, rows: Logits, noise: Noise, positions: Sequence[int], count: int) -> list[Best]:
+        """Return the best of rows on a CPU, to which only cuts and noise are left to do."""
+        sampling = self.params.sampling
+        if self._uncut is not None:
+            return best_within_cuts(rows, sampling, noise, positions, count)
+        return best_sums(rows, sampling.temperature, noise, positions, count)
+
     def _best_of_few(
         self,
         logits: Tensor,
@@ -107,10 +137,9 @@ class Sampler:
             return None
         positions = [len(committed) + depth for depth in depths]
         if logits.is_cpu:
-            rows = as_array(self._processed(logits, committed, paths, self._uncut))
-            if self._uncut is not None:
-                return best_within_cuts(rows, sampling, noise, positions, count)
-            return best_sums(rows, sampling.temperature, noise, positions, count)
+            return self._noisy(
+                as_array(self._processed(logits, committed, paths, self._uncut)), noise, positions, count
+            )
         found = found_in(logits)
         best = found.noisy(sampling, noise, positions, count) if found is not None else None
         if best is None and self._uncut is not None:

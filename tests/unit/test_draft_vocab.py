@@ -35,10 +35,16 @@ def plain() -> Generator[Pipeline]:
         yield pipeline
 
 
+def rows_of(trimmed: LoadedModel, sequences: list[SequenceInput]) -> torch.Tensor:
+    """Return the logits over the whole vocabulary."""
+    assert trimmed.runner.columns is not None
+    return trimmed.runner.columns.over_vocabulary(trimmed.runner.forward(sequences)[0])
+
+
 def test_a_trimmed_head_computes_what_the_whole_one_does_for_its_tokens(whole: LoadedModel):
     trimmed = load_model("embedded", role="draft", threads=1, context=64, vocab=str(NUM_KEPT))
     sequence = [SequenceInput(0, 0, [5, 3, 900, 7], num_logits=2)]
-    ours, theirs = trimmed.runner.forward(sequence)[0], whole.runner.forward(sequence)[0]
+    ours, theirs = rows_of(trimmed, sequence), whole.runner.forward(sequence)[0]
     kept = ours.isfinite()
     assert ours.shape == theirs.shape
     computed = set(kept[0].nonzero().flatten().tolist())
@@ -53,7 +59,7 @@ def test_tokens_of_a_text_are_computed_until_later_ones_take_their_places(whole:
 
     def computed() -> set[int]:
         sequence = [SequenceInput(0, 0, [5, 3, 900, 7], num_logits=2)]
-        ours, theirs = trimmed.runner.forward(sequence)[0], whole.runner.forward(sequence)[0]
+        ours, theirs = rows_of(trimmed, sequence), whole.runner.forward(sequence)[0]
         kept = ours.isfinite()
         torch.testing.assert_close(ours[kept], theirs[kept], rtol=1e-4, atol=1e-4)
         return {token_id for token_id in kept[0].nonzero().flatten().tolist() if token_id >= 64} - set(whole.eos_ids)

@@ -42,7 +42,7 @@ class EagerBackend:
 
     @property
     def kept_ids(self) -> Tensor | None:
-        """The tokens that the model's head computes, in its order; None if it is all of them."""
+        """The tokens that the model's head always computes, ascending; None if it is all of them."""
         return self.trimmed_head.token_ids if self.trimmed_head is not None else None
 
     @property
@@ -66,8 +66,13 @@ class EagerBackend:
         """
         rounding = Rounding(form, self.model) if form is not None else None
         self.linears = PackedLinears(lambda: self.forward(*example), self.model, width, rounding)
-        if self.trimmed_head is not None:
-            self.trimmed_head.follow_texts(width)
+        if (head := self.trimmed_head) is not None:
+            # Beside rounded weights a matrix that is nothing but the head's would take more than they save.
+            is_shared = head.whole is self.model.get_input_embeddings().weight
+            if is_shared or form is None:
+                head.follow_texts(width)
+            else:
+                head.forget_others()
 
     def round(self, forward: Callable[[], object] | None, form: WeightFormat) -> None:
         """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded.
