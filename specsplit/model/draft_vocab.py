@@ -6,6 +6,7 @@ as if the draft had cut it; ids and noise are those of the whole vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.vocab_file import DEFAULT_DRAFT_VOCAB, VocabFile, parse_draft_vocab
 from specsplit.sampling.columns import Columns
 
+_log = logging.getLogger(__name__)
 _INDENTS = ("  ", "    ", "        ", "\n\n")
 _RECENT_SHARE = 16
 """Tokens of a trimmed head for each that it computes because a text had it. Chosen: 2,048 for 32,768."""
@@ -122,6 +124,7 @@ def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> Tr
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelUnsupported(f"The head of {name} is no linear layer, so --draft-vocab cannot trim it; leave it out.")
+    _log.info("the head of %s computes %d of %d tokens, and some of its texts'", name, len(token_ids), len(head.weight))
     trimmed = TrimmedHead(head, token_ids)
     model.set_output_embeddings(trimmed)
     return trimmed
