@@ -139,7 +139,8 @@ def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs, num_forks: in
     these are L0, L1 and L1' as written. A plain round pays the target's way too; a stream without nodes does not,
     until it is `max_unacknowledged` commits ahead.
     """
-    verify_s = costs.verify_curve(mode, nodes + 1)[nodes + 1] + num_forks * costs.fork_s
+    # A stream without nodes has no draft at work beside its forwards.
+    verify_s = costs.verify_curve(mode if nodes else PLAIN, nodes + 1)[nodes + 1] + num_forks * costs.fork_s
     return _rounds_s(mode, [(nodes, costs.draft_s(nodes, depth), verify_s)], costs)[0]
 
 
