@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from specsplit.speculation.cost_model import Costs, Limits, ModePlan, Profile, RatedMode, choose_plan
+from dataclasses import replace
+
+import pytest
+
+from specsplit.speculation.cost_model import Costs, Limits, ModePlan, Profile, RatedMode, choose_plan, tokens_per_s
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.worker_times import DraftTimes
 
@@ -31,3 +35,12 @@ def test_any_plan_with_a_tree_is_left_for_a_stream_without_one():
     assert overlapped.mode == "overlap"
     without = corrected({"stream": 0.1, "overlap": 0.1}, overlapped)
     assert (without.mode, without.nodes) == ("stream", 0)
+
+
+@pytest.mark.parametrize("beside", [0.5, 2.0], ids=["quicker", "slower"])
+def test_a_stream_without_nodes_is_as_quick_as_plain_forwards(beside: float):
+    """What forwards take while a draft is at work says nothing of it: there is none."""
+    shared = StepTimes({1: beside * 0.020, 9: beside * 0.022})
+    costs = replace(FAR, round_trip_s=0.0, verify_concurrent=shared)
+    assert tokens_per_s("stream", 1.0, 0, 0, costs) == pytest.approx(1 / 0.020)
+    assert tokens_per_s("stream", 1.0, 1, 1, costs) != tokens_per_s("stream", 1.0, 1, 1, replace(FAR, round_trip_s=0.0))
