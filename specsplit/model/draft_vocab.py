@@ -63,36 +63,35 @@ def _checked(file: VocabFile, tokenizer: Tokenizer | None, vocab_size: int) -> S
 
 
 class TrimmedHead(nn.Linear):
-    """A head of some tokens only; the embedding keeps all of them. It may come to follow the texts, too.
+    """A CPU's head of some tokens only; the embedding keeps all of them. It may come to follow the texts, too.
 
-    Legend: C tokens that it computes, N of them always; R rows.
+    Legend: C tokens that it computes, R rows.
     """
 
     def __init__(self, head: nn.Linear, kept_ids: Sequence[int]) -> None:
-        vocab_size = len(head.weight)
-        rows, parameters = torch.tensor(kept_ids, device=head.weight.device), dict(head.named_parameters())
+        parameters = dict(head.named_parameters())
         with torch.device("meta"):
             super().__init__(head.in_features, len(kept_ids), bias="bias" in parameters)
         for part, values in parameters.items():
-            setattr(self, part, nn.Parameter(values.detach()[rows], requires_grad=False))
-        self.token_ids = rows
-        """The tokens that it always computes, [N], ascending."""
-        self.columns = Columns(kept_ids, vocab_size)
-        """All that it computes now; its outputs are in this order."""
+            setattr(self, part, nn.Parameter(values.detach()[torch.tensor(kept_ids)], requires_grad=False))
+        self.columns = Columns(kept_ids, len(head.weight))
+        """The tokens that it computes; its outputs are in this order."""
         self.recent: RecentTokens | None = None
         """The tokens behind the fixed ones, once it follows the texts."""
-        self.whole = head.weight if head.weight.is_cpu and "bias" not in parameters else None
-        """The rows of all tokens, while those of some may be asked for."""
+        self.whole = head.weight if "bias" not in parameters else None
+        """The rows of all tokens, while others than the fixed ones may be asked for."""
         self._packs: Sequence[Tensor] = ()
 
     def follow_texts(self, width: int) -> None:
         """Compute from now on some of the tokens that texts had last, too; packs have at most `width` inputs.
 
-        A head with a bias stays as it is, and so does one of few tokens or on a GPU.
+        A head that has only its own rows, or few of them, stays as it is.
         """
-        num_places = len(self.token_ids) // _RECENT_SHARE
+        num_places = self.out_features // _RECENT_SHARE
         if self.whole is not None and num_places:
             self.recent = RecentTokens(self.whole.detach(), self.columns, num_places, width)
+        else:
+            self.forget_others()
 
     def forget_others(self) -> None:
         """Let go of the rows of all other tokens."""
@@ -115,8 +114,8 @@ class TrimmedHead(nn.Linear):
         return torch.cat([logits, product(input, list(self._packs), self.recent.width, None)], dim=-1)
 
 
-def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> TrimmedHead:
-    """Give the model a head of these rows only, and return it.
+def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> TrimmedHead | None:
+    """Give the model a head of these rows only; return it, or None on a GPU, where it is a layer like others.
 
     Raises:
         ModelUnsupported: its head is no linear layer.
@@ -124,10 +123,18 @@ def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> Tr
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelUnsupported(f"The head of {name} is no linear layer, so --draft-vocab cannot trim it; leave it out.")
-    _log.info("the head of %s computes %d of %d tokens, and some of its texts'", name, len(token_ids), len(head.weight))
-    trimmed = TrimmedHead(head, token_ids)
-    model.set_output_embeddings(trimmed)
-    return trimmed
+    _log.info("the head of %s computes %d of %d tokens", name, len(token_ids), len(head.weight))
+    if head.weight.is_cpu:
+        trimmed = TrimmedHead(head, token_ids)
+        model.set_output_embeddings(trimmed)
+        return trimmed
+    rows, parameters = torch.tensor(token_ids, device=head.weight.device), dict(head.named_parameters())
+    with torch.device("meta"):
+        layer = nn.Linear(head.in_features, len(token_ids), bias="bias" in parameters)
+    for part, values in parameters.items():
+        setattr(layer, part, nn.Parameter(values.detach()[rows], requires_grad=False))
+    model.set_output_embeddings(layer)
+    return None
 
 
 def frequent_ids(tokenizer: Tokenizer | None, vocab_size: int) -> list[int] | None:
@@ -138,8 +145,17 @@ def frequent_ids(tokenizer: Tokenizer | None, vocab_size: int) -> list[int] | No
     kept = kept_ids(str(DEFAULT_DRAFT_VOCAB), tokenizer, vocab_size)
     if kept is None or tokenizer is None:
         return kept
-    characters = {token_id for character in (*printable, *_INDENTS) for token_id in tokenizer.encode(character)}
-    return sorted({*kept, *(token_id for token_id in characters if token_id < vocab_size)})
+    # Some tokenizers put a blank before a text, so that its first character is a token with that blank.
+    encoded = (_encoded(lead + characters, tokenizer) for characters in (*printable, *_INDENTS) for lead in ("", "\n"))
+    return sorted({*kept, *(token_id for ids in encoded for token_id in ids if token_id < vocab_size)})
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> Sequence[int]:
+    """Return the tokens of a text, none if the tokenizer refuses it."""
+    try:
+        return tokenizer.encode(text)
+    except Exception:  # noqa: BLE001 - of its own library: a character that no token has is not needed
+        return ()
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> Counter[int]:

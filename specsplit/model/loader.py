@@ -18,7 +18,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import comparisons_of
-from specsplit.model.draft_vocab import TrimmedHead, frequent_ids, kept_ids, trim_head
+from specsplit.model.draft_vocab import frequent_ids, kept_ids, trim_head
 from specsplit.model.files import load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
 from specsplit.model.identity import Stamps, require_no_links_out, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
@@ -196,12 +196,13 @@ def load_model(
         report(weights_phase(stamps), 0.15)
         form, dtype = weight_format(options.get("dtype")), as_dtype(options.get("dtype"), device, config, role)
         model = noted(load_weights(path, name, config, dtype, device))
-        head, kept = _trimmed_head(model, options.get("vocab"), role, reading.result, name)
+        kept = _kept_ids(model, options.get("vocab"), role, reading.result)
+        head = trim_head(model, kept, name) if kept is not None else None
         report("probing", 0.7)
         probed, wanted = probe(model), _kv_request(config, options, name, role)
         plan = plan_slots(model, probed, wanted)
         fix_positions(model, plan.context)
-        runner = Runner(EagerBackend(model, probed, head), allocate(model, probed, plan), plan.context)
+        runner = Runner(EagerBackend(model, probed, kept, head), allocate(model, probed, plan), plan.context)
         comparisons = comparisons_of(model, path, stamps, form, kept, plan.context, plan.node_limit, plan.num_slots)
         check_and_pack(runner, kept, form, name, comparisons, reading.result)
         report("recording", 0.85)
@@ -230,21 +231,17 @@ def load_model(
     )
 
 
-def _trimmed_head(
-    model: PreTrainedModel, vocab: str | None, role: Role, read_tokenizer: Callable[[], Any], name: str
-) -> tuple[TrimmedHead | None, Sequence[int] | None]:
-    """Trim the head to the tokens that the option names, by default a large one of a draft; None if it keeps all.
-
-    The tokens are returned, too.
-    """
+def _kept_ids(
+    model: PreTrainedModel, vocab: str | None, role: Role, read_tokenizer: Callable[[], Any]
+) -> Sequence[int] | None:
+    """Return the tokens that the option names, by default those of a draft with a large head; None for all."""
     size = model.config.get_text_config().vocab_size
-    if vocab is None and role == "draft" and model.device.type == "cpu" and size >= _LARGE_VOCAB:
-        if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
-            return None, None
-        kept = frequent_ids(read_tokenizer()[0], size)
-    else:
-        kept = kept_ids(vocab, read_tokenizer()[0], size) if vocab is not None else None
-    return (trim_head(model, kept, name), kept) if kept is not None else (None, None)
+    if vocab is not None:
+        return kept_ids(vocab, read_tokenizer()[0], size)
+    is_large = role == "draft" and model.device.type == "cpu" and size >= _LARGE_VOCAB
+    if not is_large or not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        return None
+    return frequent_ids(read_tokenizer()[0], size)
 
 
 def _fastest_threads(runner: Runner, limit: int | None) -> int:

@@ -33,9 +33,14 @@ class RecentTokens:
         # The highest id, the rarest of them, is the first to go.
         self._places = OrderedDict((token_id, place) for place, token_id in reversed(list(enumerate(others))))
         columns.append(others)
-        self._own_rows = rows[torch.tensor(others)]
         self.packs: Sequence[Tensor] = self._packed()
         """Their rows, packed in parts of `width` inputs; new ones whenever a token takes a place."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packs."""
+        num_places, width = len(self._places), self._rows.shape[1]
+        return num_places * width * self._rows.element_size()
 
     @torch.inference_mode()
     def see(self, token_ids: Iterable[int]) -> None:
@@ -51,10 +56,9 @@ class RecentTokens:
                 taken[place] = token_id
             places[token_id] = place
         if taken:
-            changed, tokens = list(taken), list(taken.values())
-            self._own_rows[changed] = self._rows[tokens]
-            self._columns.replace([self._num_fixed + place for place in changed], tokens)
+            self._columns.replace([self._num_fixed + place for place in taken], list(taken.values()))
             self.packs = self._packed()
 
     def _packed(self) -> Sequence[Tensor]:
-        return [pack(part) for part in self._own_rows.split(self.width, dim=1)]
+        rows = self._rows[torch.from_numpy(self._columns.token_ids[self._num_fixed :])]
+        return [pack(part) for part in rows.split(self.width, dim=1)]

@@ -127,8 +127,12 @@ class Runner:
     @property
     def columns(self) -> Columns | None:
         """The tokens that logits on a CPU are of, if they are not of all; a GPU's always are of all."""
-        head = self._eager.trimmed_head
-        return head.columns if head is not None and not self._is_cuda else None
+        return head.columns if (head := self._eager.trimmed_head) is not None else None
+
+    def keep_head(self) -> None:
+        """Have a trimmed head compute no further tokens than its own."""
+        if (head := self._eager.trimmed_head) is not None:
+            head.forget_others()
 
     def see_text(self, token_ids: Iterable[int]) -> None:
         """Have a head that follows the texts compute these tokens of one, too."""
@@ -162,8 +166,10 @@ class Runner:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the weights take less than the model's own parameters, since they are rounded."""
-        return weights.saved_bytes if (weights := self._eager.rounded_weights) is not None else 0
+        """Bytes that the weights take less than the model's own parameters: some are rounded, some packed twice."""
+        weights, head = self._eager.rounded_weights, self._eager.trimmed_head
+        saved_bytes = weights.saved_bytes if weights is not None else 0
+        return saved_bytes - (head.recent.num_bytes if head is not None and head.recent is not None else 0)
 
     @property
     def bytes_by_format(self) -> Mapping[WeightFormat, int]:
@@ -176,7 +182,7 @@ class Runner:
         layers = [(layer.key_shape, layer.value_shape, layer.softcap, layer.mask) for layer in self._eager.layers]
         config = self.model.config.to_diff_dict()
         products = sorted(map(tuple, self.products))
-        trimmed = () if self.columns is None else (len(self.columns.token_ids),)
+        trimmed = () if self.columns is None else (self.columns.token_ids.tobytes(),)
         return repr((sorted(config.items(), key=str), products, layers, self.is_recorded, self.span_rows, *trimmed))
 
     def pack(self, width: int, form: WeightFormat | None = None) -> None:

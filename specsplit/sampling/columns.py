@@ -12,7 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from specsplit.sampling.rows import as_array, tensor_over
-from specsplit.sampling.sparse_noise import Floats, Indices, SparseNoise, Words
+from specsplit.sampling.sparse_noise import Floats, Indices, SparseNoise, Words, gumbel
+
+_CACHED = 1 << 15
+"""Up to this vocabulary the noise of all tokens is computed once for draft and target, and kept."""
 
 
 class Columns:
@@ -56,7 +59,10 @@ class ColumnNoise:
 
     def all(self, position: int) -> Floats:
         """Return the noise of every column, [C]."""
-        return self._noise.all(position)[self._columns.token_ids]
+        token_ids = self._columns.token_ids
+        if len(self._columns.of_tokens) > _CACHED:
+            return gumbel(self._noise.hashes(position, token_ids))
+        return self._noise.all(position)[token_ids]
 
     def high(self, position: int) -> tuple[Indices, Floats]:
         """Return the columns whose noise is high, and that noise."""

@@ -103,7 +103,7 @@ class Sampler:
         paths: Sequence[Sequence[int]] | None,
         count: int,
     ) -> Iterable[Best]:
-        """Return `best` of logits [N, C] of some tokens on a CPU; the others count as cut.
+        """Return `best` of logits [N, C] of some tokens on a CPU; the others count as cut, lower columns win ties.
 
         Penalties and biases are made for rows of the whole vocabulary, so with these that is what is searched.
         """

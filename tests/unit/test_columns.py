@@ -18,6 +18,7 @@ SAMPLING = [
     SamplingParams(temperature=1e-30),
     SamplingParams(temperature=0.7, top_p=0.9),
     SamplingParams(temperature=0.8, top_k=20, min_p=0.02),
+    SamplingParams(temperature=0.8, top_k=590, top_p=0.95),
     SamplingParams(temperature=1, top_p=0.9, frequency_penalty=0.3, repetition_penalty=1.3),
 ]
 
@@ -65,7 +66,7 @@ def test_the_best_of_columns_are_those_of_rows_over_the_vocabulary(
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(3, len(columns.token_ids), generator=generator) * spread
     committed, depths, paths = [1, 2, 3, 2], [0, 1, 1], [[], [7], [8]]
-    for count in (1, 3):
+    for count in (1, 3, 5000):
         found = list(sampler.best_of_columns(logits, columns, committed, depths, paths, count))
         assert found == list(sampler.best(columns.over_vocabulary(logits), committed, depths, paths, count))
         assert all(ids for ids, _ in found)

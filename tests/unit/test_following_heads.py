@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.backends.joined_linears import linear_places
-from specsplit.model.draft_vocab import TrimmedHead, frequent_ids
+from specsplit.model.draft_vocab import frequent_ids
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.vocab_file import DEFAULT_DRAFT_VOCAB
 from tests.support.fakes import FakeTokenizer
@@ -49,22 +47,25 @@ def loaded(path: str, vocab: str | None, dtype: str | None = None) -> LoadedMode
 
 
 @pytest.mark.parametrize("width", [896, 1536, 2304])
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "head of its own"])
-def test_a_head_of_any_width_follows_its_texts(width: int, tmp_path: Path, *, is_tied: bool) -> None:
-    require_packs("fp32")
+@pytest.mark.parametrize(
+    ("is_tied", "dtype"), [(True, "fp32"), (False, "fp32"), (True, "int8")], ids=["tied", "head of its own", "int8"]
+)
+def test_a_head_of_any_width_follows_its_texts(width: int, dtype: str, tmp_path: Path, *, is_tied: bool) -> None:
+    require_packs(dtype)
     path = made(tmp_path, width, is_tied=is_tied)
-    whole, trimmed = loaded(path, "all"), loaded(path, str(NUM_KEPT))
+    whole, trimmed = loaded(path, "all", dtype), loaded(path, str(NUM_KEPT), dtype)
     assert trimmed.runner.is_recorded
     trimmed.runner.see_text(RARE)
     ours, theirs = logits_of(trimmed), logits_of(whole)
     kept = ours.isfinite()
     assert kept[0].nonzero().flatten().tolist()[-3:] == sorted(RARE)
     assert int(kept[0].sum()) == NUM_KEPT + NUM_KEPT // 16
-    torch.testing.assert_close(ours[kept], theirs[kept], rtol=1e-4, atol=1e-4)
+    tolerance = 1e-4 if dtype == "fp32" else 0.02  # rows of texts are not rounded
+    torch.testing.assert_close(ours[kept], theirs[kept], rtol=tolerance, atol=tolerance)
 
 
 def test_the_rows_of_all_tokens_are_counted_and_not_kept_beside_rounded_ones(tmp_path: Path) -> None:
-    require_packs("fp32")
+    require_packs("int8")
     path, matrix_bytes = made(tmp_path, 512, is_tied=False), 4 * NUM_TOKENS * 512
     exact, rounded = loaded(path, str(NUM_KEPT), "fp32"), loaded(path, str(NUM_KEPT), "int8")
     head_bytes = matrix_bytes * NUM_KEPT // NUM_TOKENS
@@ -86,12 +87,14 @@ def test_a_large_vocabulary_is_trimmed_by_default_for_a_draft_alone(tmp_path: Pa
 
 
 class _SentencePieces(FakeTokenizer):
-    """Characters stand behind all merges."""
+    """Characters stand behind all merges, and a text begins with a blank, which is one token with what follows."""
 
     eos_ids = (1,)
 
-    def encode(self, text: str) -> Sequence[int]:  # type: ignore[override]
-        return [200_000 + ord(character) for character in text]
+    def encode(self, text: str) -> list[int]:
+        if "\x0b" in text:
+            raise ValueError("no token has this character")
+        return [400 + ord(text[0]), *(200_000 + ord(character) for character in text[1:])]
 
 
 def test_characters_of_ascii_belong_to_the_frequent_tokens_wherever_they_stand() -> None:
@@ -99,10 +102,5 @@ def test_characters_of_ascii_belong_to_the_frequent_tokens_wherever_they_stand()
     assert kept is not None
     assert set(range(DEFAULT_DRAFT_VOCAB)) < set(kept)
     assert {200_000 + ord(character) for character in "aZ7.,(){}\n "} < set(kept)
-    assert len(kept) == DEFAULT_DRAFT_VOCAB + 100
+    assert len(kept) == DEFAULT_DRAFT_VOCAB + 99
     assert kept == sorted(kept)
-
-
-def test_a_trimmed_head_is_one_of_the_linear_layers_that_a_gpu_rounds(tmp_path: Path) -> None:
-    model = loaded(made(tmp_path, 64, is_tied=False), str(NUM_KEPT)).runner.model
-    assert any(isinstance(place.layer, TrimmedHead) for place in linear_places(model).values())

@@ -24,6 +24,7 @@ from specsplit.draft import engine as draft_engine
 from specsplit.engine import event_loop
 from specsplit.orchestrator.request import Request
 from specsplit.sampling.processors import process_logits
+from specsplit.sampling.sampler import Sampler
 from specsplit.speculation.acceptance import FIRST_AGREED, lookup_cells
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.token_tree import SpeculationTree
@@ -51,12 +52,12 @@ def overheard(words: Words) -> Generator[None]:
     """Write down in `words` what the drafts of this process say, for the length of the block."""
 
     class Overheard(draft_engine.Grower):
-        def _expand(self, frontier: list[int], logits: Tensor, branching: int) -> None:
+        def _expand(self, sampler: Sampler, frontier: list[int], logits: Tensor, branching: int) -> None:
             num_before = len(self._tree)
-            super()._expand(frontier, logits, branching)
-            sampler = self._session.sampler
-            assert sampler is not None, "the session has begun"
-            shares = own_log_probs(logits, sampler.params.sampling)
+            super()._expand(sampler, frontier, logits, branching)
+            columns = self._model.runner.columns
+            rows_of_all = logits if columns is None else columns.over_vocabulary(logits)
+            shares = own_log_probs(rows_of_all, sampler.params.sampling)
             rows = {node: row for row, node in enumerate(frontier)}
             for node in range(num_before, len(self._tree)):
                 self._write(node, shares[rows[self._tree.nodes.parents[node]]])

@@ -49,7 +49,7 @@ def load_pair(target: str, draft: str, threads: int) -> LoadedPair:
     """
     pair = LoadedPair(  # unrecorded: loading is quicker, the logits are the same
         load_model(target, role="target", dtype="fp32", record=False),
-        load_model(draft, role="draft", dtype="fp32", record=False),
+        load_model(draft, role="draft", dtype="fp32", record=False, vocab="all"),
     )
     if pair.target.identity.vocab_hash != pair.draft.identity.vocab_hash:
         raise VocabularyMismatch(f"{target} and {draft} have different vocabularies.")

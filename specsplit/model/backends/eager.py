@@ -32,18 +32,23 @@ class EagerBackend:
     has_head = True
     """Whether logits leave, and not hidden states."""
 
-    def __init__(self, model: PreTrainedModel, probed: ProbeResult, head: TrimmedHead | None = None) -> None:
-        self.model, self.trimmed_head = model, head
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        probed: ProbeResult,
+        kept_ids: Sequence[int] | None = None,
+        trimmed_head: TrimmedHead | None = None,
+    ) -> None:
+        self.model = model
+        self.kept_ids = None if kept_ids is None else torch.tensor(kept_ids, device=model.device)
+        """The tokens that the model's head always computes, ascending; None if it is all of them."""
+        self.trimmed_head = trimmed_head
+        """The head of these on a CPU."""
         self.layers, self.masks = probed.layers, probed.masks
         self.linears: PackedLinears | None = None
         """The model's linear layers in another layout, once `pack` was called."""
         self.rounded: RoundedLayers | None = None
         """The linear layers that were replaced on a GPU, once `round` was called."""
-
-    @property
-    def kept_ids(self) -> Tensor | None:
-        """The tokens that the model's head always computes, ascending; None if it is all of them."""
-        return self.trimmed_head.token_ids if self.trimmed_head is not None else None
 
     @property
     def packs(self) -> Sequence[Tensor]:
@@ -65,14 +70,13 @@ class EagerBackend:
         Their weights are rounded to the format, if there is one.
         """
         rounding = Rounding(form, self.model) if form is not None else None
+        head = self.trimmed_head
+        # Beside rounded weights a matrix that is nothing but the head's would take more than they save.
+        if head is not None and form is not None and head.whole is not self.model.get_input_embeddings().weight:
+            head.forget_others()
         self.linears = PackedLinears(lambda: self.forward(*example), self.model, width, rounding)
-        if (head := self.trimmed_head) is not None:
-            # Beside rounded weights a matrix that is nothing but the head's would take more than they save.
-            is_shared = head.whole is self.model.get_input_embeddings().weight
-            if is_shared or form is None:
-                head.follow_texts(width)
-            else:
-                head.forget_others()
+        if head is not None:
+            head.follow_texts(width)
 
     def round(self, forward: Callable[[], object] | None, form: WeightFormat) -> None:
         """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded.

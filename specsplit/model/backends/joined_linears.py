@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from specsplit.model.draft_vocab import TrimmedHead
 from specsplit.model.fused_linear import as_slices_of_one
 from specsplit.model.linear_calls import in_groups, watched
 
@@ -68,7 +67,7 @@ def linear_places(model: nn.Module) -> dict[int, Place]:
         Place(parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if isinstance(child, nn.Linear) and type(child) in (nn.Linear, TrimmedHead)
+        if type(child) is nn.Linear
     ]
     counts = Counter(place.layer.weight.data_ptr() for place in places)
     return {key: place for place in places if counts[key := place.layer.weight.data_ptr()] == 1}
