@@ -18,7 +18,7 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.eager import EagerBackend
 from specsplit.model.backends.rounded_weights import require_rounded_products
 from specsplit.model.comparisons import comparisons_of
-from specsplit.model.draft_vocab import frequent_ids, kept_ids, trim_head
+from specsplit.model.draft_vocab import TrimmedHead, frequent_ids, kept_ids, trim_head
 from specsplit.model.files import load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
 from specsplit.model.identity import Stamps, require_no_links_out, require_unchanged, weight_stamps, weights_hash
 from specsplit.model.kv_cache import KVCache
@@ -196,8 +196,7 @@ def load_model(
         report(weights_phase(stamps), 0.15)
         form, dtype = weight_format(options.get("dtype")), as_dtype(options.get("dtype"), device, config, role)
         model = noted(load_weights(path, name, config, dtype, device))
-        kept = _kept_ids(model, options.get("vocab"), role, reading.result)
-        head = trim_head(model, kept, name) if kept is not None else None
+        kept, head = _trimmed(model, options.get("vocab"), role, reading.result, name)
         report("probing", 0.7)
         probed, wanted = probe(model), _kv_request(config, options, name, role)
         plan = plan_slots(model, probed, wanted)
@@ -231,17 +230,20 @@ def load_model(
     )
 
 
-def _kept_ids(
-    model: PreTrainedModel, vocab: str | None, role: Role, read_tokenizer: Callable[[], Any]
-) -> Sequence[int] | None:
-    """Return the tokens that the option names, by default those of a draft with a large head; None for all."""
-    size = model.config.get_text_config().vocab_size
-    if vocab is not None:
-        return kept_ids(vocab, read_tokenizer()[0], size)
+def _trimmed(
+    model: PreTrainedModel, vocab: str | None, role: Role, read_tokenizer: Callable[[], Any], name: str
+) -> tuple[Sequence[int] | None, TrimmedHead | None]:
+    """Trim the head to the tokens that the option names, by default that of a draft if it is large; return both.
+
+    The tokens are None if all are kept, and the head on a GPU, too.
+    """
+    size, kept = model.config.get_text_config().vocab_size, None
     is_large = role == "draft" and model.device.type == "cpu" and size >= _LARGE_VOCAB
-    if not is_large or not isinstance(model.get_output_embeddings(), torch.nn.Linear):
-        return None
-    return frequent_ids(read_tokenizer()[0], size)
+    if vocab is not None:
+        kept = kept_ids(vocab, read_tokenizer()[0], size)
+    elif is_large and isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        kept = frequent_ids(read_tokenizer()[0], size)
+    return kept, trim_head(model, kept, name) if kept is not None else None
 
 
 def _fastest_threads(runner: Runner, limit: int | None) -> int:

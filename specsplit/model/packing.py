@@ -86,7 +86,6 @@ def pack(runner: Runner, form: WeightFormat | None, check: Callable[[], None]) -
                 raise OutOfMemory(words) from error
             if form is not None:
                 raise DeviceUnavailable(f"This processor packs no weights, which {form} needs.") from error
-            runner.keep_head()
             lay_out(runner.model)
         else:
             runner.widen_spans(span_rows(runner.attention_layers, runner.dtype, runner.context))

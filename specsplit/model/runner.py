@@ -129,11 +129,6 @@ class Runner:
         """The tokens that logits on a CPU are of, if they are not of all; a GPU's always are of all."""
         return head.columns if (head := self._eager.trimmed_head) is not None else None
 
-    def keep_head(self) -> None:
-        """Have a trimmed head compute no further tokens than its own."""
-        if (head := self._eager.trimmed_head) is not None:
-            head.forget_others()
-
     def see_text(self, token_ids: Iterable[int]) -> None:
         """Have a head that follows the texts compute these tokens of one, too."""
         head = self._eager.trimmed_head

@@ -64,7 +64,7 @@ def test_a_head_of_any_width_follows_its_texts(width: int, dtype: str, tmp_path:
     torch.testing.assert_close(ours[kept], theirs[kept], rtol=tolerance, atol=tolerance)
 
 
-def test_the_rows_of_all_tokens_are_counted_and_not_kept_beside_rounded_ones(tmp_path: Path) -> None:
+def test_rows_of_all_tokens_are_counted_and_go_where_weights_are_rounded(tmp_path: Path) -> None:
     require_packs("int8")
     path, matrix_bytes = made(tmp_path, 512, is_tied=False), 4 * NUM_TOKENS * 512
     exact, rounded = loaded(path, str(NUM_KEPT), "fp32"), loaded(path, str(NUM_KEPT), "int8")
@@ -97,7 +97,7 @@ class _SentencePieces(FakeTokenizer):
         return [400 + ord(text[0]), *(200_000 + ord(character) for character in text[1:])]
 
 
-def test_characters_of_ascii_belong_to_the_frequent_tokens_wherever_they_stand() -> None:
+def test_characters_of_ascii_are_frequent_tokens_wherever_they_stand() -> None:
     kept = frequent_ids(_SentencePieces(), 256_000)
     assert kept is not None
     assert set(range(DEFAULT_DRAFT_VOCAB)) < set(kept)

@@ -74,7 +74,11 @@ class EagerBackend:
         # Beside rounded weights a matrix that is nothing but the head's would take more than they save.
         if head is not None and form is not None and head.whole is not self.model.get_input_embeddings().weight:
             head.forget_others()
-        self.linears = PackedLinears(lambda: self.forward(*example), self.model, width, rounding)
+        try:
+            self.linears = PackedLinears(lambda: self.forward(*example), self.model, width, rounding)
+        finally:
+            if head is not None and self.linears is None:
+                head.forget_others()
         if head is not None:
             head.follow_texts(width)
 
