@@ -69,16 +69,16 @@ class TrimmedHead(nn.Linear):
     """
 
     def __init__(self, head: nn.Linear, kept_ids: Sequence[int]) -> None:
-        parameters = dict(head.named_parameters())
+        parts = _rows_of(head, kept_ids)
         with torch.device("meta"):
-            super().__init__(head.in_features, len(kept_ids), bias="bias" in parameters)
-        for part, values in parameters.items():
-            setattr(self, part, nn.Parameter(values.detach()[torch.tensor(kept_ids)], requires_grad=False))
+            super().__init__(head.in_features, len(kept_ids), bias="bias" in parts)
+        for part, values in parts.items():
+            setattr(self, part, values)
         self.columns = Columns(kept_ids, len(head.weight))
         """The tokens that it computes; its outputs are in this order."""
         self.recent: RecentTokens | None = None
         """The tokens behind the fixed ones, once it follows the texts."""
-        self.whole = head.weight if "bias" not in parameters else None
+        self.whole = head.weight if "bias" not in parts else None
         """The rows of all tokens, while others than the fixed ones may be asked for."""
         self._packs: Sequence[Tensor] = ()
 
@@ -128,13 +128,20 @@ def trim_head(model: PreTrainedModel, token_ids: Sequence[int], name: str) -> Tr
         trimmed = TrimmedHead(head, token_ids)
         model.set_output_embeddings(trimmed)
         return trimmed
-    rows, parameters = torch.tensor(token_ids, device=head.weight.device), dict(head.named_parameters())
+    parts = _rows_of(head, token_ids)
     with torch.device("meta"):
-        layer = nn.Linear(head.in_features, len(token_ids), bias="bias" in parameters)
-    for part, values in parameters.items():
-        setattr(layer, part, nn.Parameter(values.detach()[rows], requires_grad=False))
+        layer = nn.Linear(head.in_features, len(token_ids), bias="bias" in parts)
+    for part, values in parts.items():
+        setattr(layer, part, values)
     model.set_output_embeddings(layer)
     return None
+
+
+def _rows_of(head: nn.Linear, token_ids: Sequence[int]) -> dict[str, nn.Parameter]:
+    """Return the weight of some tokens, and their bias if there is one."""
+    rows = torch.tensor(token_ids, device=head.weight.device)
+    parts = dict(head.named_parameters())
+    return {part: nn.Parameter(values.detach()[rows], requires_grad=False) for part, values in parts.items()}
 
 
 def frequent_ids(tokenizer: Tokenizer | None, vocab_size: int) -> list[int] | None:

@@ -7,7 +7,7 @@ say with an entry (`ClaimedEntry`) which rows ought to lie in the slot, and a fo
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -114,6 +114,8 @@ class HashRunner:
 
     numerics = "a5"
     revision = 0
+    columns = None
+    """Its logits are of all tokens."""
 
     def __init__(self, role: Role, cache: HashCache, *, tie: float = 0.0, seed: int = 0) -> None:
         self.role, self.cache, self.tie = role, cache, tie
@@ -125,6 +127,9 @@ class HashRunner:
         self.violations: list[Violation] = []
         """Also those that an engine turned into its caller's error."""
         self._rng = random.Random(seed)
+
+    def see_text(self, token_ids: Iterable[int]) -> None:
+        """Have no head that follows texts."""
 
     def forward(self, entries: Sequence[SequenceInput]) -> list[Tensor]:
         """Return per entry fp32 logits [num_logits, V]; writes each entry's rows into its slot.
