@@ -51,6 +51,7 @@ assert layout == Shard(-1) and layout.dim == -1 and {layout: 1}[Shard(-1)] == 1
 assert type(copied) is type(sent) is Shard and copied == sent == layout
 assert isinstance(torch.ones(1), torch.Tensor | sharding_utils.DTensor) and sharding_utils.DTensor.__name__ == "DTensor"
 assert PagedAttentionCache.update.__wrapped__, "it is kept out of compiled graphs"
+torch.distributed.destroy_process_group()  # its threads may end the process otherwise
 """
 _OTHERS = """
 import sys, threading
