@@ -212,18 +212,14 @@ class Grower:
 
     def _expand(self, sampler: Sampler, frontier: list[int], logits: Tensor, branching: int) -> None:
         """Add the best children of every frontier node; `logits` [N, V], or [N, C] of columns, has a row for each."""
-        tree, ids, columns = self._tree, self._session.ids, self._model.runner.columns
+        tree, session, columns = self._tree, self._session, self._model.runner.columns
         is_root = frontier == [ROOT_INDEX]
         if sampler.changes_nothing and columns is None:
             token_ids, log_probs = candidate_estimates(logits, branching)
         else:
             row_depths = [0] if is_root else [tree.nodes.depths[node] for node in frontier]
             paths = [tree.nodes.path_tokens(node) for node in frontier] if sampler.needs_paths else None
-            count = num_compared(branching)
-            if columns is None:
-                best = sampler.best(logits, ids, row_depths, paths, count)
-            else:
-                best = sampler.best_of_columns(logits, columns, ids, row_depths, paths, count)
+            best = sampler.best(logits, session.ids, row_depths, paths, num_compared(branching), columns)
             token_ids, log_probs = estimates_of(best, branching)
         if not token_ids[0] and is_root:  # every cut leaves the best token, if there is one
             raise ModelDamaged(f"{self._model.name} computed logits that are not numbers; its weights are damaged.")

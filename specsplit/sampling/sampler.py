@@ -89,32 +89,24 @@ class Sampler:
         depths: Sequence[int],
         paths: Sequence[Sequence[int]] | None,
         count: int,
+        columns: Columns | None = None,
     ) -> Iterable[Best]:
-        """Return the `count` best tokens of each row with their finite scores; the rest as for `scores`."""
+        """Return the `count` best tokens of each row with their finite scores; the rest as for `scores`.
+
+        With `columns` the logits [N, C] are of these tokens alone, on a CPU: the others count as cut, and of equals the
+        lower column comes first. Penalties and biases are made for rows of the whole vocabulary.
+        """
+        if columns is not None and self._counts is None and self._bias is None:
+            if self._sparse_noise is None:
+                found = best_of_rows(logits, count)
+            else:
+                positions = [len(committed) + depth for depth in depths]
+                found = self._noisy(as_array(logits), ColumnNoise(self._sparse_noise, columns), positions, count)
+            return [(columns.tokens(places), values) for places, values in found]
+        if columns is not None:
+            logits = columns.over_vocabulary(logits)
         best = self._best_of_few(logits, committed, depths, paths, count)
         return best_of_rows(self.scores(logits, committed, depths, paths), count) if best is None else best
-
-    def best_of_columns(
-        self,
-        logits: Tensor,
-        columns: Columns,
-        committed: Sequence[int],
-        depths: Sequence[int],
-        paths: Sequence[Sequence[int]] | None,
-        count: int,
-    ) -> Iterable[Best]:
-        """Return `best` of logits [N, C] of some tokens on a CPU; the others count as cut, lower columns win ties.
-
-        Penalties and biases are made for rows of the whole vocabulary, so with these that is what is searched.
-        """
-        if self._counts is not None or self._bias is not None:
-            return self.best(columns.over_vocabulary(logits), committed, depths, paths, count)
-        if self._sparse_noise is None:
-            found = best_of_rows(logits, count)
-        else:
-            positions = [len(committed) + depth for depth in depths]
-            found = self._noisy(as_array(logits), ColumnNoise(self._sparse_noise, columns), positions, count)
-        return [(columns.tokens(places), values) for places, values in found]
 
     def _noisy(self, rows: Logits, noise: Noise, positions: Sequence[int], count: int) -> list[Best]:
         """Return the best of rows on a CPU, to which only cuts and noise are left to do."""

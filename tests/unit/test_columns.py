@@ -67,6 +67,6 @@ def test_the_best_of_columns_are_those_of_rows_over_the_vocabulary(
     logits = torch.randn(3, len(columns.token_ids), generator=generator) * spread
     committed, depths, paths = [1, 2, 3, 2], [0, 1, 1], [[], [7], [8]]
     for count in (1, 3, 5000):
-        found = list(sampler.best_of_columns(logits, columns, committed, depths, paths, count))
+        found = list(sampler.best(logits, committed, depths, paths, count, columns))
         assert found == list(sampler.best(columns.over_vocabulary(logits), committed, depths, paths, count))
         assert all(ids for ids, _ in found)

@@ -13,6 +13,7 @@ from specsplit.model.draft_vocab import frequent_ids
 from specsplit.model.loader import LoadedModel, load_model
 from specsplit.model.vocab_file import DEFAULT_DRAFT_VOCAB
 from tests.support.fakes import FakeTokenizer
+from tests.support.model_zoo import small
 from tests.support.packs import require_packs
 
 NUM_TOKENS, NUM_KEPT = 2048, 512
@@ -21,18 +22,9 @@ RARE = [1900, 2000, 1999]
 
 def made(folder: Path, width: int, *, is_tied: bool, num_tokens: int = NUM_TOKENS) -> str:
     """Save a model of one layer with random weights, without a tokenizer."""
+    sizes = {"vocab_size": num_tokens, "hidden_size": width, "num_hidden_layers": 1, "tie_word_embeddings": is_tied}
     torch.manual_seed(width)
-    config = LlamaConfig(
-        vocab_size=num_tokens,
-        hidden_size=width,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=is_tied,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(small(LlamaConfig, **sizes)()).save_pretrained(folder)
     return str(folder)
 
 
