@@ -100,8 +100,8 @@ class Engine:
 
     async def measure(self) -> None:
         """Measure forwards by their rows; the identity names their times from then on, and what steps show of them."""
-        (step_times, fork_s), _ = await self._work.run(None, self._probe.measure(self._model, self._sessions))
-        self._work.scheduler.budget.pace_by(MeasuredTimes(step_times, fork_s))
+        times, _ = await self._work.run(None, self._probe.measure(self._model, self._sessions))
+        self._work.scheduler.budget.pace_by(MeasuredTimes(*times))
 
     def pace_steps(self, times: StepTimes) -> None:
         """Let steps take so much of long prompts and trees as pays by these times, while sessions keep their pace."""

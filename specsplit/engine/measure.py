@@ -22,7 +22,11 @@ _NUM_FIRST = 3
 """Forwards of the first size that are measured whatever they take: plain decoding is judged by their best."""
 _REPEATS = 4
 """Repeats go one after another over all sizes: a short disturbance, as another model's start, spoils one of them."""
-BUDGET_S = 0.5
+BUDGET_S = 0.6
+_NOISE = 0.02
+"""Share of a plain forward below which what it takes longer behind a text shows nothing."""
+_TEXT = 512
+"""Tokens behind which a plain forward is measured, too: enough for their attention to show, and quickly cleared."""
 
 _FORK = [-1, 0, 1, 2, 0]
 """A tree that branches once; a chain of as many rows is measured beside it."""
@@ -44,10 +48,11 @@ class Probe:
 
     def measure(
         self, model: LoadedModel, sessions: SessionTable
-    ) -> Generator[SequenceInput, Tensor, tuple[StepTimes, float]]:
+    ) -> Generator[SequenceInput, Tensor, tuple[StepTimes, float, float]]:
         """Return the seconds of a forward by its rows, ascending, for as many sizes as `BUDGET_S` allows, at least one.
 
-        The second value are those that each further branch of a target's tree takes, 0 if there is no time for it.
+        The others are those that each further branch of a target's tree takes, and each token of its text; 0 if there
+        is no time for it.
 
         Raises:
             NoFreeSlot: every slot is in use.
@@ -55,9 +60,12 @@ class Probe:
         limit = min(model.context, model.node_limit + 1)
         sizes = [rows for rows in _ROWS if rows <= limit]
         has_trees = model.role == "target" and len(_FORK) <= limit and model.context >= _FORK_BASE + limit
+        has_text = model.role == "target" and model.context >= _TEXT + limit
+        num_rows = _TEXT + 1 if has_text else limit + _FORK_BASE if has_trees else limit
         times: dict[int, float] = {}
+        text_token_s = 0.0
         end_s = time.perf_counter() + BUDGET_S
-        with borrowed_slot(sessions.slots, Loan(limit + _FORK_BASE if has_trees else limit)) as slot:
+        with borrowed_slot(sessions.slots, Loan(num_rows)) as slot:
             # The first forward of all warms caches up and is never the best.
             for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
                 if number >= _NUM_FIRST and time.perf_counter() > end_s:
@@ -66,12 +74,26 @@ class Probe:
                 # Each forward starts at row 0 again: what it writes is nobody's, and no length has to be set back.
                 yield SequenceInput(slot.index, 0, [0] * rows, None, rows, self.head_request)
                 times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
+                if number == _NUM_FIRST - 1 and has_text and start_s + _NUM_FIRST * times[rows] < end_s:
+                    text_token_s = yield from self._measure_text(slot.index, model, times[rows])
             most, fork_s = max(times), 0.0
             # No forward of it takes longer than one of the most rows that were measured.
             needed_s = times[most] * (_FORK_BASE // most + 2 * _REPEATS)
             if has_trees and time.perf_counter() + needed_s < end_s:
                 fork_s = yield from self._measure_branch(slot.index, most)
-        return tuple(sorted(times.items())), fork_s
+        return tuple(sorted(times.items())), fork_s, text_token_s
+
+    def _measure_text(self, slot: int, model: LoadedModel, plain_s: float) -> Generator[SequenceInput, Tensor, float]:
+        """Return the seconds that a plain forward takes longer for each token of the text that it stands behind."""
+        if not model.runner.cache.fill_rows(slot, _TEXT):
+            return 0.0
+        least_s = math.inf
+        for _ in range(_NUM_FIRST):
+            start_s = time.perf_counter()
+            yield SequenceInput(slot, _TEXT, [0], None, 1, self.head_request)
+            least_s = min(least_s, time.perf_counter() - start_s)
+        more_s = least_s - plain_s
+        return more_s / _TEXT if more_s > _NOISE * plain_s else 0.0
 
     def _measure_branch(self, slot: int, most_rows: int) -> Generator[SequenceInput, Tensor, float]:
         """Return the seconds that a tree which branches takes more than a chain, behind a text of some length."""

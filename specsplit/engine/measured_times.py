@@ -17,15 +17,20 @@ from specsplit.speculation.step_times import StepTimes
 class MeasuredTimes:
     """The times that a worker tells, and paces its steps by; only the executor observes."""
 
-    def __init__(self, step_times: tuple[tuple[int, float], ...], fork_s: float) -> None:
-        self.times = step_times, fork_s
-        """Seconds of a forward by its rows, ascending, and those of a further branch of its tree; replaced at once."""
+    def __init__(
+        self, step_times: tuple[tuple[int, float], ...], fork_s: float = 0.0, text_token_s: float = 0.0
+    ) -> None:
+        self.times = step_times, fork_s, text_token_s
+        """Seconds of a forward by its rows, ascending, of a further branch of its tree, and of a token of its text.
+
+        Replaced at once.
+        """
         self.curve = StepTimes.from_start(step_times)
 
     def with_times(self, identity: Identity) -> Identity:
         """Return the worker's identity with its times."""
-        step_times, fork_s = self.times
-        return replace(identity, step_times=step_times, fork_s=fork_s)
+        step_times, fork_s, text_token_s = self.times
+        return replace(identity, step_times=step_times, fork_s=fork_s, text_token_s=text_token_s)
 
     @property
     def quick_s(self) -> float:
@@ -40,12 +45,13 @@ class MeasuredTimes:
         believed_s = self.curve.seconds(rows)
         if seconds >= SLOW_START * believed_s:
             return False
-        step_times, fork_s = self.times
+        step_times, fork_s, text_token_s = self.times
         size, times = max(count for count in ROW_GRID if count <= rows), dict(step_times)
         if seconds >= times.get(size, math.inf):
             return False  # beyond its points the curve goes on too steeply, which says nothing of them
         times[size] = seconds
-        # Branches were measured beside the same work.
-        self.times = tuple(sorted(times.items())), fork_s * seconds / believed_s
+        # Branches and texts were measured beside the same work.
+        share = seconds / believed_s
+        self.times = tuple(sorted(times.items())), fork_s * share, text_token_s * share
         self.curve = StepTimes.from_start(self.times[0])
         return True

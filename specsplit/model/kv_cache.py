@@ -99,6 +99,12 @@ class KVCache:
             block[:, target, :, :count] = block[:, source, :, :count]
         self.clear_rows(target, count)
 
+    def fill_rows(self, slot: int, count: int) -> bool:
+        """Write zeros to the first `count` rows of a slot; return that they hold memory now, as a text's do."""
+        for block in self._blocks.values():
+            block[:, slot, :, :count] = 0
+        return True
+
     def clear_rows(self, slot: int, start: int) -> None:
         """Clear the rows of a slot from `start` on that are in sight of the row before, whatever session left them.
 

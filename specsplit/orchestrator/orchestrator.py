@@ -105,7 +105,7 @@ class Orchestrator:
         """Check a target against the settings, the tokenizer and the draft."""
         # Settings are checked once per target; a restarted worker with another model is another target. Replicas and
         # restarts are told apart by measured times as well, which decide nothing here.
-        model = replace(target, step_times=(), fork_s=0.0)
+        model = _without_times(target)
         if model not in self._met:
             if target.vocab_hash != self.tokenizer.vocab_hash:
                 raise PeerMismatch(
@@ -124,7 +124,7 @@ class Orchestrator:
     def _known(self, verifier: Verifier, request: Request) -> Identity | None:
         """Return who the session's target was when it was asked last, if the request may begin on that."""
         target = self._target.known(verifier)
-        if target is None or replace(target, step_times=(), fork_s=0.0) not in self._met:
+        if target is None or _without_times(target) not in self._met:
             return None
         try:
             request.check_fits(target)
@@ -238,3 +238,8 @@ class Orchestrator:
     async def aclose(self) -> None:
         """End what finished requests left: workers get CLOSE_S to say that their slots are free. They stay open."""
         await self._closings.end()
+
+
+def _without_times(identity: Identity) -> Identity:
+    """Return what two workers of one model have in common, however quick they are."""
+    return replace(identity, step_times=(), fork_s=0.0, text_token_s=0.0)

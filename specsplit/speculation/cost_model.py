@@ -173,7 +173,7 @@ class Limits:
     """The plans that a decision compares, and when it replaces the present one.
 
     Another plan has to be faster by `margin` at `patience` decisions in a row; one without nodes only once, if it is
-    SURE_FACTOR times as fast.
+    SURE_FACTOR times as fast, or twice by the root of that.
     """
 
     nodes: tuple[int, ...] = TREE_SIZES
@@ -262,10 +262,11 @@ def choose_plan(
     needed = current.tokens_per_s * (1 if is_less_of_it else 1 + limits.margin)
     if best.tokens_per_s <= needed:
         return _decision(current, corrected)
-    is_sure = is_less_of_it and best.tokens_per_s > SURE_FACTOR * current.tokens_per_s
-    if is_sure or last.num_beaten + 1 >= limits.patience:
+    num_beaten = last.num_beaten + 1
+    is_sure = is_less_of_it and best.tokens_per_s > SURE_FACTOR ** (1 / num_beaten) * current.tokens_per_s
+    if is_sure or num_beaten >= limits.patience:
         return _decision(best, corrected)
-    return _decision(current, corrected, last.num_beaten + 1)
+    return _decision(current, corrected, num_beaten)
 
 
 def _corrected(plans: Sequence[ModePlan], correct: RateCorrector) -> list[ModePlan]:

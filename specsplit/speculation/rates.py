@@ -11,6 +11,10 @@ from copy import deepcopy
 from specsplit.speculation.constants import (
     EXPLORED_ROUNDS,
     FORGIVENESS,
+    HOPE,
+    HOPE_MEMORY,
+    HOPE_PRIOR,
+    HOPE_TREES,
     LEAST_PLAIN_FACTOR,
     LOOKUP_RETRY,
     LOOKUP_YIELD,
@@ -29,6 +33,8 @@ from specsplit.speculation.constants import (
     USUAL_STEP,
 )
 from specsplit.speculation.cost_model import CONCURRENT, PLAIN, RatedMode
+
+_WITHOUT_TREES: tuple[RatedMode, ...] = (PLAIN, "bare stream")
 
 
 class RateCorrection:
@@ -214,6 +220,39 @@ class LookupYield:
         self._num_tokens[longest_hit] = mean + LOOKUP_YIELD_STEP * (num_accepted - mean)
 
 
+class Hope:
+    """How much better modes with a draft may be than is known: the more, the fewer of their trees were seen lately.
+
+    Plain decoding shows nothing of them, so what few trees have shown would else be believed for ever. While it goes
+    on they are forgotten little by little; half as quickly for each trial in vain, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._num_seen = HOPE_PRIOR
+        self._num_stayed = self._num_failed = 0
+        self._has_trees = False
+
+    @property
+    def factor(self) -> float:
+        """The factor on their rates."""
+        return 1 + HOPE / math.sqrt(1 + self._num_seen)
+
+    def observe_tree(self) -> None:
+        """Count a tree of the draft that was judged."""
+        self._num_seen = min(self._num_seen + 1, HOPE_TREES)
+
+    def decided(self, *, has_trees: bool) -> None:
+        """Count a decision among modes with a draft."""
+        if not has_trees:
+            self._num_seen *= HOPE_MEMORY ** (0.5 ** min(self._num_failed, MAX_HALVINGS))
+        if has_trees == self._has_trees:
+            self._num_stayed += 1
+            return
+        if not has_trees:
+            self._num_failed = self._num_failed + 1 if self._num_stayed < TRIAL_DECISIONS else 0
+        self._has_trees, self._num_stayed = has_trees, 0
+
+
 class ProbeAllowance:
     """The seconds that probes of a draft not in use may take: a share of the time without it, less what they took.
 
@@ -265,15 +304,16 @@ class RatePredictor:
     have a predictor each, since a mode's rate differs between them; lookup's share is common to both.
     """
 
-    def __init__(self, lookup_share: LookupShare, *, has_draft: bool) -> None:
-        self._lookup_share, self._has_draft = lookup_share, has_draft
+    def __init__(self, lookup_share: LookupShare, hope: Hope | None = None) -> None:
+        """`hope` is of the modes with a draft, None if decisions are made without one."""
+        self._lookup_share, self._hope, self._has_draft = lookup_share, hope, hope is not None
         self._all_rounds, self._own_rounds = RateCorrections(), RateCorrections()
         self.num_stayed = 0
         """Decisions in a row for the present mode."""
 
     def for_other_load(self) -> RatePredictor:
         """Return one that begins with what this one has learned, and shares lookup's share with it."""
-        other = RatePredictor(self._lookup_share, has_draft=self._has_draft)
+        other = RatePredictor(self._lookup_share, self._hope)
         other._all_rounds, other._own_rounds = self._all_rounds.for_other_load(), self._own_rounds.for_other_load()
         return other
 
@@ -282,6 +322,11 @@ class RatePredictor:
         self._all_rounds.observe(mode, predicted_s, taken_s)
         if is_own:
             self._own_rounds.observe(mode, predicted_s, taken_s)
+
+    def observe_tree(self) -> None:
+        """Count a tree of the draft that was judged."""
+        if self._hope is not None:
+            self._hope.observe_tree()
 
     def begin_decision(self, current: RatedMode | None, *, is_contended: bool) -> None:
         """Move the modes other than the current one back towards the model.
@@ -294,6 +339,8 @@ class RatePredictor:
 
     def decided(self, current: RatedMode | None, mode: RatedMode) -> None:
         """Count a decision for `mode` after one for `current`; a mode that is soon left again is forgiven less."""
+        if self._hope is not None:
+            self._hope.decided(has_trees=mode not in _WITHOUT_TREES)
         if current is None or mode == current:
             self.num_stayed += 1
             return
@@ -303,6 +350,8 @@ class RatePredictor:
 
     def predict(self, current: RatedMode | None, mode: RatedMode, predicted: float) -> float:
         """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
+        if self._hope is not None and mode not in _WITHOUT_TREES:
+            predicted *= self._hope.factor
         corrected = predicted * self._all_rounds.factor(mode)
         # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has
         # nothing but lookup's nodes: one never tried is expected to gain from them what the other modes do.

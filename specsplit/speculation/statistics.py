@@ -32,7 +32,7 @@ from specsplit.speculation.cost_model import (
     round_s,
 )
 from specsplit.speculation.lookup import LookupTree
-from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
+from specsplit.speculation.rates import Hope, LookupShare, LookupYield, ProbeAllowance, RatePredictor
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import SpeculationTree
 from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
@@ -79,7 +79,7 @@ class SpeculationStats:
         self._hit_rate = FIRST_HIT_RATE
         self._lookup_share = LookupShare()
         self._learned = _Learned(
-            {has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)}
+            {False: RatePredictor(self._lookup_share), True: RatePredictor(self._lookup_share, Hope())}
         )
         self._learned_by_load = {0: self._learned}
         """Keys are the doublings of the sessions at the target, whether they share its steps or not."""
@@ -94,6 +94,7 @@ class SpeculationStats:
         cells = tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
         if tree.drafted.count and self.plans:
+            self._learned.predictors[True].observe_tree()
             accepted = [node for node, is_right in judged if is_right]
             self._profile.observe_tree(tree.nodes.parents, tree.sibling_ranks(), accepted, [node for node, _ in judged])
 

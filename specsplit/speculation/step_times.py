@@ -43,8 +43,8 @@ class RunningMedian(Generic[_Number]):
 
     __slots__ = ("_recent", "value")
 
-    def __init__(self, initial: _Number, window: int = MEDIAN_WINDOW) -> None:
-        self._recent: deque[_Number] = deque(maxlen=window)
+    def __init__(self, initial: _Number, window: int = MEDIAN_WINDOW, *, is_counted: bool = False) -> None:
+        self._recent: deque[_Number] = deque([initial] if is_counted else [], maxlen=window)
         self.value = initial
         """The median, of two middle values the lower; `initial` before the first value."""
 
@@ -304,11 +304,14 @@ def forwards_s(timings: Timings) -> float:
 
 
 class PlainTimes:
-    """Plain forwards of a session alone: what one took at the start, and so much more for each token of its text."""
+    """Plain forwards of a session alone: what one took at the start, and so much more for each token of its text.
+
+    That was measured at the start, too, or is learned from rounds behind long texts.
+    """
 
     def __init__(self) -> None:
-        self.start_s = self.fork_s = 0.0
-        """Seconds of a plain forward, and of a further branch of a tree, there; 0 if nobody has measured them."""
+        self.start_s = self.fork_s = self.text_token_s = 0.0
+        """Seconds of a plain forward, of a further branch of a tree, and of a token of the text; 0 if not measured."""
         self.branches_read_text = False
         """Whether each branch attends to all of the text anew, as on a CPU."""
         self._more_s = deque[float](maxlen=RECENT_PLAIN)
@@ -322,14 +325,18 @@ class PlainTimes:
 
     def text_s(self, length: int) -> float:
         """Return the seconds that a forward takes for so long a text beside its rows; 0 if little is known of it."""
+        if self.text_token_s:
+            return length * self.text_token_s
         is_known = length >= LONG_TEXT and self.start_s and len(self._more_s) >= MIN_OBSERVED
         return length * min(self._more_s) if is_known else 0.0
 
     def seconds(self, length: int) -> float:
-        """Return the seconds of a forward behind so long a text, as the quickest of the last ones says.
+        """Return the seconds of a forward behind so long a text, as the start or the quickest of the last ones says.
 
         Until there are enough of these, one that something disturbed is not believed: it is what the start's was.
         """
+        if self.text_token_s:
+            return self.start_s + length * self.text_token_s
         return self.start_s + (length * min(self._more_s) if len(self._more_s) == RECENT_PLAIN else 0.0)
 
 

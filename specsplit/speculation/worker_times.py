@@ -116,8 +116,8 @@ class BesideTimes:
 
     def __init__(self, round_trip_s: float = 0.0, overhead_s: float = 0.0) -> None:
         self._round_trip, self._overhead = RunningMedian(round_trip_s), RunningMedian(overhead_s)
-        self._has_plain_gap, self._tree_gap = False, RunningMedian(math.inf)
-        self._tree, self._behind_tree, self._session = RunningMedian(0.0), RunningMedian(0.0), RunningMedian(0.0)
+        self._has_plain_gap, self._tree_gap, self._session = False, RunningMedian(math.inf), RunningMedian(0.0)
+        self._tree, self._behind_tree = (RunningMedian(0.0, is_counted=True) for _ in range(2))  # one alone is doubted
         self._least_tree_s = self._least_behind_s = math.inf
         """The least that nodes cost a round, and the one behind it, over as many as the medians are of."""
         self._num_trees = self._num_plain = 0
@@ -257,7 +257,7 @@ class WorkerTimes:
             self.plain.branches_read_text = target.device == "cpu"
             if target.step_times[0][0] == 1:
                 self._num_plain += 1
-                self.plain.start_s = target.step_times[0][1]
+                self.plain.start_s, self.plain.text_token_s = target.step_times[0][1], target.text_token_s
         if self._draft_alone is None and draft is not None and draft.step_times:
             self._draft_alone = DraftTimes(StepTimes.from_start(draft.step_times))
 

@@ -94,6 +94,14 @@ class HashCache:
         self.rows[target][:count] = self.rows[source][:count]
         self.clear_rows(target, count)
 
+    def fill_rows(self, slot: int, count: int) -> bool:
+        """Write the first `count` rows of a slot, as if of a text of zeros."""
+        before = START
+        for index in range(count):
+            self.rows[slot][index] = Row(extend(before, 0), before)
+            before = self.rows[slot][index].value
+        return True
+
     def clear_rows(self, slot: int, start: int) -> None:
         """Lose the rows from `start` on that share a block with the row before."""
         stop = self.rows_for(start)

@@ -19,13 +19,14 @@ DISTURBED = ((1, 0.026), (5, 0.050), (17, 0.065))
 
 
 def test_a_quick_step_bounds_its_rows_and_fewer():
-    measured = MeasuredTimes(DISTURBED, 0.004)
+    measured = MeasuredTimes(DISTURBED, 0.004, 0.002)
     assert measured.observe(5, 0.008)
-    step_times, fork_s = measured.times
+    step_times, fork_s, text_token_s = measured.times
     assert dict(step_times) == {**dict(DISTURBED), 5: 0.008}
     assert measured.curve.seconds(1) <= 0.008, "fewer rows take no longer"
     assert measured.curve.seconds(17) <= 4 * 0.008, "nor do more than as many such steps"
     assert fork_s < 0.001, "branches were measured beside the same work"
+    assert text_token_s == pytest.approx(fork_s / 2), "and so were texts"
     assert all(earlier[0] < later[0] for earlier, later in pairwise(step_times))
 
 
@@ -34,7 +35,7 @@ def test_steps_as_slow_as_measured_or_slower_change_nothing(rows: int):
     measured = MeasuredTimes(DISTURBED, 0.004)
     for factor in (0.8, 1.0, 9.0):
         assert not measured.observe(rows, factor * measured.curve.seconds(rows))
-    assert measured.times == (DISTURBED, 0.004)
+    assert measured.times == (DISTURBED, 0.004, 0.0)
 
 
 def test_a_quick_prompt_does_not_make_a_plain_forward_dearer():

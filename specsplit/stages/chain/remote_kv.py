@@ -122,6 +122,10 @@ class RemoteKV:
         self.row_limit = memory.num_rows if memory is not None else num_slots * capacity
         self.row_bytes = memory.row_bytes if memory is not None else 0
 
+    def fill_rows(self, slot: int, count: int) -> bool:
+        """Do nothing and return False: stages take rows by forwards alone."""
+        return False
+
     def clear_rows(self, slot: int, start: int) -> None:
         """Do nothing: the stages clear the rows of a slot that is taken over by themselves."""
 
