@@ -15,14 +15,20 @@ from specsplit.engine.slots import Loan, borrowed_slot
 from specsplit.model.attention.head_work import HeadWork
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
+from specsplit.speculation.constants import FORK_BASE
 
-_ROWS = (1, 5, 17, 33, 2, 9, 3)
-"""The sizes that matter most come first: a slow model measures no more than it has time for."""
+_BEHIND = 0
+"""In the place of a size: one row behind a text."""
+_ROWS = (1, 5, 17, _BEHIND, 1, _BEHIND, 33, 2, 9, 3)
+"""The sizes that matter most come first: a slow model measures no more than it has time for.
+
+What a text adds is a difference, so both of its forwards have one of one row beside them, at the same speed.
+"""
 _NUM_FIRST = 3
 """Forwards of the first size that are measured whatever they take: plain decoding is judged by their best."""
 _REPEATS = 4
 """Repeats go one after another over all sizes: a short disturbance, as another model's start, spoils one of them."""
-BUDGET_S = 0.6
+BUDGET_S = 0.7
 _NOISE = 0.02
 """Share of a plain forward below which what it takes longer behind a text shows nothing."""
 _TEXT = 512
@@ -30,8 +36,6 @@ _TEXT = 512
 
 _FORK = [-1, 0, 1, 2, 0]
 """A tree that branches once; a chain of as many rows is measured beside it."""
-_FORK_BASE = 132
-"""Tokens before the two. Chosen: what a branch takes grows with the text, and few texts are much shorter."""
 
 StepTimes = tuple[tuple[int, float], ...]
 
@@ -58,53 +62,43 @@ class Probe:
             NoFreeSlot: every slot is in use.
         """
         limit = min(model.context, model.node_limit + 1)
-        sizes = [rows for rows in _ROWS if rows <= limit]
-        has_trees = model.role == "target" and len(_FORK) <= limit and model.context >= _FORK_BASE + limit
-        has_text = model.role == "target" and model.context >= _TEXT + limit
-        num_rows = _TEXT + 1 if has_text else limit + _FORK_BASE if has_trees else limit
+        has_trees = model.role == "target" and len(_FORK) <= limit and model.context >= FORK_BASE + limit
+        has_text = model.role == "target" and model.context > _TEXT and model.runner.cache.can_fill
+        sizes = [rows for rows in _ROWS if rows <= limit and (rows != _BEHIND or has_text)]
+        num_rows = _TEXT + 1 if has_text else limit + FORK_BASE if has_trees else limit
         times: dict[int, float] = {}
-        text_token_s = 0.0
         end_s = time.perf_counter() + BUDGET_S
         with borrowed_slot(sessions.slots, Loan(num_rows)) as slot:
             # The first forward of all warms caches up and is never the best.
             for number, rows in enumerate([*sizes[:1] * (_NUM_FIRST - 1), *sizes * _REPEATS]):
                 if number >= _NUM_FIRST and time.perf_counter() > end_s:
                     break
+                if rows == _BEHIND and rows not in times:
+                    model.runner.cache.fill_rows(slot.index, _TEXT)
                 start_s = time.perf_counter()
-                # Each forward starts at row 0 again: what it writes is nobody's, and no length has to be set back.
-                yield SequenceInput(slot.index, 0, [0] * rows, None, rows, self.head_request)
+                # Each forward starts at the same row again: what it writes is nobody's, and no length is to set back.
+                base, count = (_TEXT, 1) if rows == _BEHIND else (0, rows)
+                yield SequenceInput(slot.index, base, [0] * count, None, count, self.head_request)
                 times[rows] = min(times.get(rows, math.inf), time.perf_counter() - start_s)
-                if number == _NUM_FIRST - 1 and has_text and start_s + _NUM_FIRST * times[rows] < end_s:
-                    text_token_s = yield from self._measure_text(slot.index, model, times[rows])
+            more_s = times.pop(_BEHIND, 0.0) - times[sizes[0]]
+            text_token_s = more_s / _TEXT if more_s > _NOISE * times[sizes[0]] else 0.0
             most, fork_s = max(times), 0.0
             # No forward of it takes longer than one of the most rows that were measured.
-            needed_s = times[most] * (_FORK_BASE // most + 2 * _REPEATS)
+            needed_s = times[most] * (FORK_BASE // most + 2 * _REPEATS)
             if has_trees and time.perf_counter() + needed_s < end_s:
                 fork_s = yield from self._measure_branch(slot.index, most)
         return tuple(sorted(times.items())), fork_s, text_token_s
 
-    def _measure_text(self, slot: int, model: LoadedModel, plain_s: float) -> Generator[SequenceInput, Tensor, float]:
-        """Return the seconds that a plain forward takes longer for each token of the text that it stands behind."""
-        if not model.runner.cache.fill_rows(slot, _TEXT):
-            return 0.0
-        least_s = math.inf
-        for _ in range(_NUM_FIRST):
-            start_s = time.perf_counter()
-            yield SequenceInput(slot, _TEXT, [0], None, 1, self.head_request)
-            least_s = min(least_s, time.perf_counter() - start_s)
-        more_s = least_s - plain_s
-        return more_s / _TEXT if more_s > _NOISE * plain_s else 0.0
-
     def _measure_branch(self, slot: int, most_rows: int) -> Generator[SequenceInput, Tensor, float]:
         """Return the seconds that a tree which branches takes more than a chain, behind a text of some length."""
-        for start in range(0, _FORK_BASE, most_rows):
-            rows = min(most_rows, _FORK_BASE - start)
+        for start in range(0, FORK_BASE, most_rows):
+            rows = min(most_rows, FORK_BASE - start)
             yield SequenceInput(slot, start, [0] * rows, None, 1, self.head_request)
         times = [math.inf, math.inf]
         for number in range(2 * _REPEATS):
             start_s, rows = time.perf_counter(), len(_FORK)
             parents = _FORK if number % 2 else None
-            yield SequenceInput(slot, _FORK_BASE, [0] * rows, parents, rows, self.head_request)
+            yield SequenceInput(slot, FORK_BASE, [0] * rows, parents, rows, self.head_request)
             times[number % 2] = min(times[number % 2], time.perf_counter() - start_s)
         return max(times[1] - times[0], 0.0)
 

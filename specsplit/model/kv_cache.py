@@ -25,7 +25,7 @@ _FEW_ROWS = 8
 class KVCache:
     """Keys and values of every layer and slot; equal shapes share one block, so that moving rows is one operation."""
 
-    can_copy = True
+    can_copy = can_fill = True
 
     def __init__(
         self,
@@ -99,11 +99,10 @@ class KVCache:
             block[:, target, :, :count] = block[:, source, :, :count]
         self.clear_rows(target, count)
 
-    def fill_rows(self, slot: int, count: int) -> bool:
-        """Write zeros to the first `count` rows of a slot; return that they hold memory now, as a text's do."""
+    def fill_rows(self, slot: int, count: int) -> None:
+        """Write zeros to the first `count` rows of a slot, so that they hold memory as a text's do."""
         for block in self._blocks.values():
             block[:, slot, :, :count] = 0
-        return True
 
     def clear_rows(self, slot: int, start: int) -> None:
         """Clear the rows of a slot from `start` on that are in sight of the row before, whatever session left them.

@@ -228,29 +228,23 @@ class Hope:
     """
 
     def __init__(self) -> None:
-        self._num_seen = HOPE_PRIOR
-        self._num_stayed = self._num_failed = 0
-        self._has_trees = False
+        self.num_seen = HOPE_PRIOR
+        """Trees of the draft that were judged; of more than HOPE_TREES none counts."""
+        self._num_failed = 0
 
     @property
     def factor(self) -> float:
-        """The factor on their rates."""
-        return 1 + HOPE / math.sqrt(1 + self._num_seen)
+        """The factor on their rates; 1 once enough trees were seen, so that a draft that only costs is left."""
+        return 1 + HOPE * (1 / math.sqrt(1 + min(self.num_seen, HOPE_TREES)) - 1 / math.sqrt(1 + HOPE_TREES))
 
-    def observe_tree(self) -> None:
-        """Count a tree of the draft that was judged."""
-        self._num_seen = min(self._num_seen + 1, HOPE_TREES)
+    def forget(self) -> None:
+        """Count a decision for a mode without trees."""
+        memory = HOPE_MEMORY ** (0.5 ** min(self._num_failed, MAX_HALVINGS))
+        self.num_seen = memory * min(self.num_seen, HOPE_TREES)
 
-    def decided(self, *, has_trees: bool) -> None:
-        """Count a decision among modes with a draft."""
-        if not has_trees:
-            self._num_seen *= HOPE_MEMORY ** (0.5 ** min(self._num_failed, MAX_HALVINGS))
-        if has_trees == self._has_trees:
-            self._num_stayed += 1
-            return
-        if not has_trees:
-            self._num_failed = self._num_failed + 1 if self._num_stayed < TRIAL_DECISIONS else 0
-        self._has_trees, self._num_stayed = has_trees, 0
+    def leave(self, *, is_failed: bool) -> None:
+        """Count that trees were left, after a trial in vain or after they had paid for long."""
+        self._num_failed = self._num_failed + 1 if is_failed else 0
 
 
 class ProbeAllowance:
@@ -304,16 +298,16 @@ class RatePredictor:
     have a predictor each, since a mode's rate differs between them; lookup's share is common to both.
     """
 
-    def __init__(self, lookup_share: LookupShare, hope: Hope | None = None) -> None:
-        """`hope` is of the modes with a draft, None if decisions are made without one."""
-        self._lookup_share, self._hope, self._has_draft = lookup_share, hope, hope is not None
+    def __init__(self, lookup_share: LookupShare, *, has_draft: bool) -> None:
+        self._lookup_share, self._has_draft, self.hope = lookup_share, has_draft, Hope()
         self._all_rounds, self._own_rounds = RateCorrections(), RateCorrections()
         self.num_stayed = 0
         """Decisions in a row for the present mode."""
 
     def for_other_load(self) -> RatePredictor:
         """Return one that begins with what this one has learned, and shares lookup's share with it."""
-        other = RatePredictor(self._lookup_share, self._hope)
+        other = RatePredictor(self._lookup_share, has_draft=self._has_draft)
+        other.hope = deepcopy(self.hope)
         other._all_rounds, other._own_rounds = self._all_rounds.for_other_load(), self._own_rounds.for_other_load()
         return other
 
@@ -322,11 +316,6 @@ class RatePredictor:
         self._all_rounds.observe(mode, predicted_s, taken_s)
         if is_own:
             self._own_rounds.observe(mode, predicted_s, taken_s)
-
-    def observe_tree(self) -> None:
-        """Count a tree of the draft that was judged."""
-        if self._hope is not None:
-            self._hope.observe_tree()
 
     def begin_decision(self, current: RatedMode | None, *, is_contended: bool) -> None:
         """Move the modes other than the current one back towards the model.
@@ -339,19 +328,22 @@ class RatePredictor:
 
     def decided(self, current: RatedMode | None, mode: RatedMode) -> None:
         """Count a decision for `mode` after one for `current`; a mode that is soon left again is forgiven less."""
-        if self._hope is not None:
-            self._hope.decided(has_trees=mode not in _WITHOUT_TREES)
+        if mode in _WITHOUT_TREES:
+            self.hope.forget()
         if current is None or mode == current:
             self.num_stayed += 1
             return
+        is_failed = self.num_stayed < TRIAL_DECISIONS
         for corrections in (self._all_rounds, self._own_rounds):
-            corrections.leave(current, is_failed=self.num_stayed < TRIAL_DECISIONS)
+            corrections.leave(current, is_failed=is_failed)
+        if mode in _WITHOUT_TREES and current not in _WITHOUT_TREES:
+            self.hope.leave(is_failed=is_failed)
         self.num_stayed = 1
 
     def predict(self, current: RatedMode | None, mode: RatedMode, predicted: float) -> float:
         """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
-        if self._hope is not None and mode not in _WITHOUT_TREES:
-            predicted *= self._hope.factor
+        if self._has_draft and mode not in _WITHOUT_TREES:
+            predicted *= self.hope.factor
         corrected = predicted * self._all_rounds.factor(mode)
         # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has
         # nothing but lookup's nodes: one never tried is expected to gain from them what the other modes do.

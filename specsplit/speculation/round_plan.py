@@ -110,9 +110,9 @@ class RoundPlanner:
         if self._mode == "plain" or room < 1:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
         plan = self._fixed
+        if self._stats.plans and self._num_rounds % DECIDE_EVERY == 0:  # until the next decision it changes little
+            self._stats.times.behind(num_committed)
         if self._mode == "auto":
-            if self._num_rounds % DECIDE_EVERY == 0:  # until the next decision the length changes little
-                self._stats.times.behind(num_committed)
             has_draft = has_draft and draft_room >= 1
             if has_draft and num_to_read >= LONG_TEXT:
                 has_draft = self._is_worth_taking_in(num_to_read, num_committed)

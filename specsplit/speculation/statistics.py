@@ -32,7 +32,7 @@ from specsplit.speculation.cost_model import (
     round_s,
 )
 from specsplit.speculation.lookup import LookupTree
-from specsplit.speculation.rates import Hope, LookupShare, LookupYield, ProbeAllowance, RatePredictor
+from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import SpeculationTree
 from specsplit.speculation.worker_times import DecodingSessions, WorkerTimes
@@ -79,10 +79,10 @@ class SpeculationStats:
         self._hit_rate = FIRST_HIT_RATE
         self._lookup_share = LookupShare()
         self._learned = _Learned(
-            {False: RatePredictor(self._lookup_share), True: RatePredictor(self._lookup_share, Hope())}
+            {has_draft: RatePredictor(self._lookup_share, has_draft=has_draft) for has_draft in (False, True)}
         )
-        self._learned_by_load = {0: self._learned}
-        """Keys are the doublings of the sessions at the target, whether they share its steps or not."""
+        self._learned_by_load = {1: self._learned}
+        """Keys are the bits of the number of sessions at the target, whether they share its steps or not."""
         self._num_rounds = 0
         self.counts_plain = True
         """Whether a plain round that ends now is counted: of sessions that share steps, as many as one alone has."""
@@ -94,7 +94,7 @@ class SpeculationStats:
         cells = tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
         if tree.drafted.count and self.plans:
-            self._learned.predictors[True].observe_tree()
+            self._learned.predictors[True].hope.num_seen += 1
             accepted = [node for node, is_right in judged if is_right]
             self._profile.observe_tree(tree.nodes.parents, tree.sibling_ranks(), accepted, [node for node, _ in judged])
 
@@ -124,7 +124,7 @@ class SpeculationStats:
         if decision.has_draft and not decision.nodes:
             self.probes.earn(began_s - (num_rounds - 1) * seconds, ended_s, num_sessions)
         # A round that was predicted for another load says nothing of the prediction.
-        is_comparable = _doublings(decision.load) == _doublings(self.times.sessions.load)
+        is_comparable = decision.load.bit_length() == self.times.sessions.load.bit_length()
         if is_comparable and mode in (decision.mode, "lookup") and num_tokens and seconds > 0:
             predicted_s = num_tokens / decision.predicted_tokens_per_s
             predictor, is_own = self._learned.predictors[decision.has_draft], mode == decision.mode
@@ -204,10 +204,10 @@ class SpeculationStats:
 
     def _follow_load(self) -> None:
         """Go on with what was learned under about the present load; a new load begins with what the last one knew."""
-        doublings = _doublings(self.times.sessions.load)
-        learned = self._learned_by_load.get(doublings)
+        num_bits = self.times.sessions.load.bit_length()
+        learned = self._learned_by_load.get(num_bits)
         if learned is None:
-            learned = self._learned_by_load[doublings] = self._learned.for_other_load()
+            learned = self._learned_by_load[num_bits] = self._learned.for_other_load()
         self._learned = learned
 
     def _profiles(self, modes: Sequence[RoundMode], costs: Costs, *, has_draft: bool) -> dict[RoundMode, Profile]:
@@ -274,7 +274,3 @@ def _costs(times: WorkerTimes, verify: StepTimes, hit_rate: float, *, has_draft:
         num_sessions=times.sessions.value,
         sessions_s=times.sessions_s,
     )
-
-
-def _doublings(num_sessions: int) -> int:
-    return num_sessions.bit_length() - 1

@@ -17,11 +17,13 @@ from specsplit.core.types import Timings
 from specsplit.speculation.constants import (
     CORRECTION_HALVING,
     CORRECTION_STEP,
+    FORK_BASE,
     IN_DOUBT,
     LONG_TEXT,
     MAX_BEYOND,
     MAX_HALVINGS,
     MAX_PENDING,
+    MAX_STEP_SESSIONS,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
     MOST_APART,
@@ -57,6 +59,11 @@ class RunningMedian(Generic[_Number]):
         if math.isfinite(value):
             self._recent.append(value)
             self.value = sorted(self._recent)[(len(self._recent) - 1) // 2]
+
+
+def doubted(value: float) -> RunningMedian[float]:
+    """Return a median that does not believe the next value alone, which may be of a slower moment."""
+    return RunningMedian(value, is_counted=True)
 
 
 def rows_s(seconds: float, forks_s: float) -> float:
@@ -303,6 +310,16 @@ def forwards_s(timings: Timings) -> float:
     return (timings.device_ms + timings.sampling_ms) / 1e3
 
 
+def step_rows(timings: Timings) -> int:
+    """Return the rows of the step of a verify; of one that does not tell, as if each session in it had as many."""
+    return timings.step_rows or timings.num_tokens * step_sessions(timings)
+
+
+def step_sessions(timings: Timings) -> int:
+    """Return how many sessions shared the steps, as far as a worker's word about it can be true."""
+    return min(max(timings.batch_size, 1), MAX_STEP_SESSIONS)
+
+
 class PlainTimes:
     """Plain forwards of a session alone: what one took at the start, and so much more for each token of its text.
 
@@ -323,12 +340,22 @@ class PlainTimes:
             if timings.num_tokens == 1 or (self._more_s and more_s < min(self._more_s)):
                 self._more_s.append(more_s)
 
-    def text_s(self, length: int) -> float:
-        """Return the seconds that a forward takes for so long a text beside its rows; 0 if little is known of it."""
-        if self.text_token_s:
-            return length * self.text_token_s
-        is_known = length >= LONG_TEXT and self.start_s and len(self._more_s) >= MIN_OBSERVED
-        return length * min(self._more_s) if is_known else 0.0
+    def token_s(self, length: int) -> float:
+        """Return the seconds that each token of so long a text adds to a forward; 0 if little is known of it.
+
+        The least that was seen lately, or what was measured at the start unless each of the last rounds took less.
+        """
+        measured_s, more_s = self.text_token_s, self._more_s
+        if measured_s:
+            return min(measured_s, max(more_s)) if len(more_s) == RECENT_PLAIN else measured_s
+        is_known = length >= LONG_TEXT and self.start_s and len(more_s) >= MIN_OBSERVED
+        return min(more_s) if is_known else 0.0
+
+    def branch_tokens(self, length: int) -> int:
+        """Return the tokens of so long a text that a further branch reads, beside those that were measured with it."""
+        if not self.branches_read_text:
+            return 0
+        return max(length - FORK_BASE, 0) if self.fork_s and self.text_token_s else length
 
     def seconds(self, length: int) -> float:
         """Return the seconds of a forward behind so long a text, as the start or the quickest of the last ones says.
@@ -336,7 +363,7 @@ class PlainTimes:
         Until there are enough of these, one that something disturbed is not believed: it is what the start's was.
         """
         if self.text_token_s:
-            return self.start_s + length * self.text_token_s
+            return self.start_s + length * self.token_s(length)
         return self.start_s + (length * min(self._more_s) if len(self._more_s) == RECENT_PLAIN else 0.0)
 
 

@@ -14,7 +14,6 @@ from specsplit.speculation.constants import (
     CONTENDED_ROWS,
     DISTURBED,
     LONG_TEXT,
-    MAX_STEP_SESSIONS,
     MAX_STEPS_AWAY,
     MEDIAN_WINDOW,
     MIN_OBSERVED,
@@ -23,7 +22,16 @@ from specsplit.speculation.constants import (
     STALE,
     STEPS_AWAY_SLACK,
 )
-from specsplit.speculation.step_times import PlainTimes, RunningMedian, StepTimes, forwards_s, rows_s
+from specsplit.speculation.step_times import (
+    PlainTimes,
+    RunningMedian,
+    StepTimes,
+    doubted,
+    forwards_s,
+    rows_s,
+    step_rows,
+    step_sessions,
+)
 
 RoundCourse = Literal["plain", "tree", "behind tree"]
 """A round without nodes, one with nodes, and one without nodes right behind one with nodes."""
@@ -117,7 +125,7 @@ class BesideTimes:
     def __init__(self, round_trip_s: float = 0.0, overhead_s: float = 0.0) -> None:
         self._round_trip, self._overhead = RunningMedian(round_trip_s), RunningMedian(overhead_s)
         self._has_plain_gap, self._tree_gap, self._session = False, RunningMedian(math.inf), RunningMedian(0.0)
-        self._tree, self._behind_tree = (RunningMedian(0.0, is_counted=True) for _ in range(2))  # one alone is doubted
+        self._tree, self._behind_tree = doubted(0.0), doubted(0.0)
         self._least_tree_s = self._least_behind_s = math.inf
         """The least that nodes cost a round, and the one behind it, over as many as the medians are of."""
         self._num_trees = self._num_plain = 0
@@ -126,7 +134,7 @@ class BesideTimes:
     def for_several(self) -> BesideTimes:
         """Return what rounds of several sessions begin with."""
         begun = BesideTimes(self.round_trip_s, self._overhead.value)
-        begun._tree, begun._behind_tree = RunningMedian(self._tree.value), RunningMedian(self._behind_tree.value)
+        begun._tree, begun._behind_tree = doubted(self._tree.value), doubted(self._behind_tree.value)
         begun._least_tree_s, begun._least_behind_s = self._least_tree_s, self._least_behind_s
         return begun
 
@@ -190,7 +198,7 @@ class BesideTimes:
         """Let nodes cost what they once did, if it was much less: the last rounds that had any were long ago."""
         least_s = self._least_tree_s + self._least_behind_s
         if DISTURBED * least_s < self._tree.value + self._behind_tree.value:
-            self._tree, self._behind_tree = RunningMedian(self._least_tree_s), RunningMedian(self._least_behind_s)
+            self._tree, self._behind_tree = doubted(self._least_tree_s), doubted(self._least_behind_s)
 
     def counts_forward(self, course: RoundCourse) -> bool:
         """Return whether the forward of a round tells what its rows take; right behind a tree it does not."""
@@ -214,7 +222,7 @@ class WorkerTimes:
         self._draft_shared: DraftTimes | None = None
         self.taken_in = RunningMedian(0.0)  # seconds of the draft's device for a token of a long text that it lacks
         self.plain = PlainTimes()
-        self.text_s = 0.0  # that a forward of the present round takes for its text beside its rows, if that is long
+        self.text_s = 0.0  # that a forward of the present round takes for its text beside its rows
         self._alone = BesideTimes()
         self._shared: BesideTimes | None = None
 
@@ -265,9 +273,10 @@ class WorkerTimes:
         """Reckon with so long a text from now on, if it is alone at the target; `timings` are of a round behind it."""
         if timings is not None:
             self.plain.observe(timings, length)
-        self.text_s = self.plain.text_s(length) if self.sessions.load == 1 else 0.0
-        if self.verify is not None and self.plain.branches_read_text:
-            self.verify.fork_s = self.plain.fork_s + self.text_s
+        token_s = self.plain.token_s(length) if self.sessions.load == 1 else 0.0
+        self.text_s, branch_s = length * token_s, self.plain.branch_tokens(length) * token_s
+        if self.verify is not None:
+            self.verify.fork_s = self.plain.fork_s + branch_s
 
     def observe_ping(self, wall_s: float) -> None:
         """Take the quickest ping of the target for its round trip, as long as no verify was measured."""
@@ -275,7 +284,7 @@ class WorkerTimes:
 
     def observe_step(self, timings: Timings, *, is_concurrent: bool, num_forks: int) -> None:
         """Count a step of a stream, which nobody waited for; `is_concurrent` if the draft was at work meanwhile."""
-        if _step_rows(timings) > 0 and forwards_s(timings) > 0:
+        if step_rows(timings) > 0 and forwards_s(timings) > 0:
             self._observe_forward(timings, is_concurrent=is_concurrent, num_forks=num_forks)
 
     def observe_round(
@@ -289,15 +298,15 @@ class WorkerTimes:
         num_forks: int = 0,
     ) -> None:
         """Count a round that is not streamed: its verify, and the rest of it outside of waits for the draft."""
-        forward_s, num_sessions = forwards_s(timings), _step_sessions(timings)
-        if _step_rows(timings) <= 0 or forward_s <= 0:
+        forward_s, num_sessions = forwards_s(timings), step_sessions(timings)
+        if step_rows(timings) <= 0 or forward_s <= 0:
             return
         beside = self._beside(num_sessions)
         if self.verify is None or beside.counts_forward(course):
             self._observe_forward(timings, is_concurrent=is_concurrent, num_forks=num_forks)
         else:  # what the forward behind a tree takes more is part of the tree's costs
             self.sessions.observe(num_sessions)
-            forward_s = self.verify.seconds(_step_rows(timings)) + self.text_s + (num_sessions - 1) * beside.session_s
+            forward_s = self.verify.seconds(step_rows(timings)) + self.text_s + (num_sessions - 1) * beside.session_s
         beside.observe_round(verify_s - forward_s, max(overhead_s, 0.0), course)
 
     def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
@@ -306,7 +315,7 @@ class WorkerTimes:
         levels, device_s = timings.num_forwards, forwards_s(timings)
         if levels <= 0 or device_s <= 0:
             return
-        rows = max(timings.num_tokens * _step_sessions(timings) / levels, 1.0)
+        rows = max(timings.num_tokens * step_sessions(timings) / levels, 1.0)
         if self._draft_alone is None:
             self._draft_alone = DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
         draft = self.draft
@@ -360,7 +369,7 @@ class WorkerTimes:
         return min(drafting_s, self.verify.seconds(1)) if self.verify is not None else drafting_s
 
     def _observe_forward(self, timings: Timings, *, is_concurrent: bool, num_forks: int = 0) -> None:
-        rows, forward_s, num_sessions = _step_rows(timings), forwards_s(timings), _step_sessions(timings)
+        rows, forward_s, num_sessions = step_rows(timings), forwards_s(timings), step_sessions(timings)
         self._num_plain += timings.num_tokens == 1
         self.sessions.observe(num_sessions)
         if self.verify is None:
@@ -371,7 +380,7 @@ class WorkerTimes:
         if not curve.covers(rows):
             return
         # What the text and the forks take is no part of the rows'; other sessions are taken to have as many forks.
-        forward_s -= min(self.text_s * (1 + num_forks * self.plain.branches_read_text), 0.9 * forward_s)
+        forward_s -= min(self.text_s + num_forks * (self.verify.fork_s - self.plain.fork_s), 0.9 * forward_s)
         if num_forks:
             forward_s = rows_s(forward_s, num_forks * num_sessions * self.plain.fork_s)
         more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
@@ -388,13 +397,3 @@ class WorkerTimes:
         if self._shared is None:
             self._shared = self._alone.for_several()
         return self._shared
-
-
-def _step_rows(timings: Timings) -> int:
-    """Return the rows of the step of a verify; of one that does not tell, as if each session in it had as many."""
-    return timings.step_rows or timings.num_tokens * _step_sessions(timings)
-
-
-def _step_sessions(timings: Timings) -> int:
-    """Return how many sessions shared the steps, as far as a worker's word about it can be true."""
-    return min(max(timings.batch_size, 1), MAX_STEP_SESSIONS)

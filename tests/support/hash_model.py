@@ -69,7 +69,7 @@ class ClaimedEntry(SequenceInput):
 class HashCache:
     """Rows of every slot; behind a slot's length the garbage of earlier trees stays, as in the KV cache."""
 
-    can_copy = can_return = True
+    can_copy = can_fill = can_return = True
     row_bytes = 16
 
     def __init__(self, num_slots: int, capacity: int, row_limit: int | None = None) -> None:
@@ -94,13 +94,12 @@ class HashCache:
         self.rows[target][:count] = self.rows[source][:count]
         self.clear_rows(target, count)
 
-    def fill_rows(self, slot: int, count: int) -> bool:
+    def fill_rows(self, slot: int, count: int) -> None:
         """Write the first `count` rows of a slot, as if of a text of zeros."""
         before = START
         for index in range(count):
             self.rows[slot][index] = Row(extend(before, 0), before)
             before = self.rows[slot][index].value
-        return True
 
     def clear_rows(self, slot: int, start: int) -> None:
         """Lose the rows from `start` on that share a block with the row before."""

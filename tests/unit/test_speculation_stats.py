@@ -13,7 +13,7 @@ from specsplit.speculation.acceptance import lookup_cells
 from specsplit.speculation.constants import LOOKUP_RETRY, MAX_SAVED_PROBES, MAX_STEP_SESSIONS, MEDIAN_WINDOW
 from specsplit.speculation.cost_model import Decision, Limits
 from specsplit.speculation.lookup import LookupTree
-from specsplit.speculation.rates import Hope, LookupShare, LookupYield, ProbeAllowance, RatePredictor
+from specsplit.speculation.rates import LookupShare, LookupYield, ProbeAllowance, RatePredictor
 from specsplit.speculation.statistics import SpeculationStats
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import SpeculationTree, TokenTree
@@ -221,7 +221,7 @@ def test_what_was_learned_at_one_load_stands_when_it_comes_back():
 
 
 def test_trials_in_vain_become_rarer():
-    predictor = RatePredictor(LookupShare(), Hope())
+    predictor = RatePredictor(LookupShare(), has_draft=True)
     rounds: list[int] = []
     for _ in range(3):
         for _ in range(60):
@@ -379,7 +379,7 @@ def test_a_new_load_holds_on_to_no_plan_of_another():
 
 
 def test_plain_decoding_that_is_left_is_not_believed_slow():
-    predictor = RatePredictor(LookupShare(), Hope())
+    predictor = RatePredictor(LookupShare(), has_draft=True)
     for _ in range(400):
         predictor.observe_round("plain", 0.001, 1.0, is_own=True)
     assert predictor.predict_without_lookup("plain", 100.0) == pytest.approx(30, rel=1e-4)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specsplit.core.types import Timings
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine import measure
 from specsplit.model.attention.metadata import SequenceInput
@@ -17,7 +18,7 @@ from specsplit.model.head_shape import HeadShape
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import Role
 from specsplit.rpc import codec
-from specsplit.speculation.constants import MEDIAN_WINDOW
+from specsplit.speculation.constants import FORK_BASE, MEDIAN_WINDOW
 from specsplit.speculation.worker_times import BesideTimes, WorkerTimes
 from specsplit.target.engine import TargetEngine
 from tests.support.hash_model import hash_model
@@ -65,7 +66,7 @@ def test_a_text_of_zeros_holds_memory_as_another_does_and_is_clean():
     shape = HeadShape(2, 4)
     cache = KVCache([(shape, shape)], 2, 600, dtype=torch.float32, device=torch.device("cpu"))
     cache.keys[0].fill_(math.inf)
-    assert cache.fill_rows(1, 512)
+    cache.fill_rows(1, 512)
     assert not cache.keys[0][1, :, :512].any()
     assert cache.keys[0][0].isinf().all()
 
@@ -94,3 +95,46 @@ def test_one_slow_round_with_a_tree_or_behind_it_is_not_blamed_on_trees():
     for _ in range(MEDIAN_WINDOW):
         beside.observe_round(0.003, 0.0, "tree")
     assert beside.tree_s(1.0) == pytest.approx(0.002)
+
+
+def plain_round(times: WorkerTimes, length: int, step_s: float = 0.010) -> None:
+    """Count a plain round behind so many tokens, as sessions do."""
+    seconds = step_s + length * TOKEN_S
+    timings = Timings(num_forwards=1, num_tokens=1, step_rows=1, device_ms=1e3 * seconds)
+    times.behind(length, timings)
+    times.observe_round(timings, seconds, 0.0, "plain", is_concurrent=False)
+
+
+def test_a_session_is_not_judged_by_the_text_of_another_one():
+    times = WorkerTimes()
+    times.adopt(replace(TARGET, text_token_s=TOKEN_S), None)
+    assert times.verify is not None
+    for _ in range(4):
+        times.behind(8000)  # another session plans its first round, and waits for a slot then
+        for length in range(100, 108):
+            plain_round(times, length)
+        assert times.verify.seconds(1) == pytest.approx(0.010, rel=0.01)
+
+
+@pytest.mark.parametrize(("told_s", "believed_s"), [(TOKEN_S, TOKEN_S), (4 * TOKEN_S, TOKEN_S), (0.0, TOKEN_S)])
+def test_a_start_that_something_disturbed_is_corrected_by_rounds(told_s: float, believed_s: float):
+    times = WorkerTimes()
+    times.adopt(replace(TARGET, text_token_s=told_s), None)
+    for length in range(4000, 4020):
+        plain_round(times, length)
+    assert times.text_s == pytest.approx(4019 * believed_s, rel=0.01)
+
+
+def test_what_a_branch_reads_is_counted_once():
+    """It was measured behind FORK_BASE tokens, if it was; behind as many it takes no more than that."""
+    times = WorkerTimes()
+    times.adopt(replace(TARGET, text_token_s=TOKEN_S, fork_s=0.003), None)
+    assert times.verify is not None
+    for length, more_s in ((FORK_BASE, 0.0), (20, 0.0), (FORK_BASE + 1000, 1000 * TOKEN_S)):
+        times.behind(length)
+        assert times.verify.fork_s == pytest.approx(0.003 + more_s)
+    unmeasured = WorkerTimes()
+    unmeasured.adopt(replace(TARGET, text_token_s=TOKEN_S), None)
+    unmeasured.behind(500)
+    assert unmeasured.verify is not None
+    assert unmeasured.verify.fork_s == pytest.approx(500 * TOKEN_S)

@@ -177,10 +177,10 @@ class Speculator:
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
             overhead_s = self._loop.time() - result.began_s - result.verify_s - waits.waited_s
             timings, forks = result.verdict.timings, num_forks(result.speculation.proposal.parents)
-            is_told = self.stats.times.plain.text_token_s
-            if not is_told and ((length := len(self._history.ids)) >= LONG_TEXT or self.stats.times.text_s):
-                self.stats.times.behind(length, timings if not self.is_concurrent else None)
-            self.stats.times.observe_round(
+            times, length = self.stats.times, len(self._history.ids)
+            if length >= LONG_TEXT or times.text_s or times.plain.text_token_s:  # else no text has a time of its own
+                times.behind(length, timings if not self.is_concurrent else None)
+            times.observe_round(
                 timings, result.verify_s, overhead_s, course, is_concurrent=self.is_concurrent, num_forks=forks
             )
         waits.end_round(had_nodes=has_nodes)

@@ -109,8 +109,8 @@ class RemoteSlot:
 class RemoteKV:
     """All slots of a chain; in the place of a KVCache, whose rows it counts as every stage holds them."""
 
-    can_copy = False
-    """No packet tells the stages to copy rows; a slot may be taken over as it is."""
+    can_copy = can_fill = False
+    """No packet tells stages to copy rows, or to write any without a forward; a slot may be taken over as it is."""
     can_return = False
     """Stages give a slot's rows back when its session ends, or its next one begins; nobody can ask for a part."""
 
@@ -122,9 +122,8 @@ class RemoteKV:
         self.row_limit = memory.num_rows if memory is not None else num_slots * capacity
         self.row_bytes = memory.row_bytes if memory is not None else 0
 
-    def fill_rows(self, slot: int, count: int) -> bool:
-        """Do nothing and return False: stages take rows by forwards alone."""
-        return False
+    def fill_rows(self, slot: int, count: int) -> None:
+        """Do nothing: nobody may ask for it (`can_fill`)."""
 
     def clear_rows(self, slot: int, start: int) -> None:
         """Do nothing: the stages clear the rows of a slot that is taken over by themselves."""
