@@ -300,6 +300,7 @@ class RatePredictor:
 
     def __init__(self, lookup_share: LookupShare, *, has_draft: bool) -> None:
         self._lookup_share, self._has_draft, self.hope = lookup_share, has_draft, Hope()
+        self._is_hopeful = has_draft
         self._all_rounds, self._own_rounds = RateCorrections(), RateCorrections()
         self.num_stayed = 0
         """Decisions in a row for the present mode."""
@@ -307,7 +308,7 @@ class RatePredictor:
     def for_other_load(self) -> RatePredictor:
         """Return one that begins with what this one has learned, and shares lookup's share with it."""
         other = RatePredictor(self._lookup_share, has_draft=self._has_draft)
-        other.hope = deepcopy(self.hope)
+        other._is_hopeful = False  # a trial in vain costs all sessions that share the steps
         other._all_rounds, other._own_rounds = self._all_rounds.for_other_load(), self._own_rounds.for_other_load()
         return other
 
@@ -342,7 +343,7 @@ class RatePredictor:
 
     def predict(self, current: RatedMode | None, mode: RatedMode, predicted: float) -> float:
         """Return the tokens per second to expect of `mode`, for which the cost model says `predicted`."""
-        if self._has_draft and mode not in _WITHOUT_TREES:
+        if self._is_hopeful and mode not in _WITHOUT_TREES:
             predicted *= self.hope.factor
         corrected = predicted * self._all_rounds.factor(mode)
         # Lookup takes over no round of a stream, so a stream is known by its own rounds alone. Without a draft it has

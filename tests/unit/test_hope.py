@@ -60,13 +60,12 @@ def test_trials_in_vain_become_rarer_until_one_pays_for_long():
     assert wait() == waits[0]
 
 
-def test_another_load_hopes_by_itself():
+def test_several_sessions_hope_for_nothing():
+    """A trial in vain costs all of them."""
     one = RatePredictor(LookupShare(), has_draft=True)
-    one.hope.num_seen = 20
     other = one.for_other_load()
-    assert other.hope.factor == one.hope.factor
-    other.hope.num_seen += 20
-    assert other.hope.factor < one.hope.factor
+    assert one.predict(None, "pingpong", 100.0) > 105
+    assert other.predict(None, "pingpong", 100.0) == pytest.approx(100)
 
 
 def test_a_draft_that_was_unlucky_at_first_is_tried_again():
