@@ -17,13 +17,12 @@ from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
 from specsplit.speculation.constants import FORK_BASE
 
+_ROWS, _FURTHER_ROWS = (1, 5, 17), (33, 2, 9, 3)
+"""The sizes that matter most come first: a slow model measures no more than it has time for."""
 _BEHIND = 0
 """In the place of a size: one row behind a text."""
-_ROWS = (1, 5, 17, _BEHIND, 1, _BEHIND, 33, 2, 9, 3)
-"""The sizes that matter most come first: a slow model measures no more than it has time for.
-
-What a text adds is a difference, so both of its forwards have one of one row beside them, at the same speed.
-"""
+_TEXT_ROWS = (_BEHIND, 1, _BEHIND)
+"""The text's part is a difference, so both of its forwards have one of one row beside them, at the same speed."""
 _NUM_FIRST = 3
 """Forwards of the first size that are measured whatever they take: plain decoding is judged by their best."""
 _REPEATS = 4
@@ -64,7 +63,8 @@ class Probe:
         limit = min(model.context, model.node_limit + 1)
         has_trees = model.role == "target" and len(_FORK) <= limit and model.context >= FORK_BASE + limit
         has_text = model.role == "target" and model.context > _TEXT and model.runner.cache.can_fill
-        sizes = [rows for rows in _ROWS if rows <= limit and (rows != _BEHIND or has_text)]
+        wanted = (*_ROWS, *(_TEXT_ROWS if has_text else ()), *_FURTHER_ROWS)
+        sizes = [rows for rows in wanted if rows <= limit]
         num_rows = _TEXT + 1 if has_text else limit + FORK_BASE if has_trees else limit
         times: dict[int, float] = {}
         end_s = time.perf_counter() + BUDGET_S

@@ -129,16 +129,21 @@ class _Draft(TimedDraft):
         return await super().propose(turn, known_nodes, budget)
 
 
+async def answer_s(owner: Orchestrator, request: Request) -> float:
+    """Return the seconds of an answer behind its first token."""
+    loop, stamps = asyncio.get_running_loop(), list[float]()
+    async with aclosing(owner.stream(request)) as chunks:
+        async for _ in chunks:
+            stamps.append(loop.time())
+    return stamps[-1] - stamps[0]
+
+
 def decoding_s(world: World, mode: Mode, trouble_from_s: float = math.inf) -> tuple[float, float]:
     """Return the seconds of all answers behind their first tokens, and the time at which the last one ended."""
 
     async def answer(owner: Orchestrator, prompt_ids: tuple[int, ...]) -> float:
-        loop, stamps = asyncio.get_running_loop(), list[float]()
         request = Request(prompt_ids=prompt_ids, max_new_tokens=world.num_tokens, seed=7, ignore_eos=True)
-        async with aclosing(owner.stream(request)) as chunks:
-            async for _ in chunks:
-                stamps.append(loop.time())
-        return stamps[-1] - stamps[0]
+        return await answer_s(owner, request)
 
     async def main() -> tuple[float, float]:
         draws = Random(world.seed + 3)

@@ -10,7 +10,6 @@ import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -23,6 +22,7 @@ from specsplit.speculation.options import Speculation
 from specsplit.speculation.token_tree import num_forks
 from tests.support.fakes import FakeTokenizer
 from tests.support.language import VOCAB_SIZE, Guess, next_token
+from tests.support.random_worlds import answer_s
 from tests.support.timed_workers import Diary, TimedDraft, TimedTarget
 from tests.support.virtual_time import LoopClock, run_virtual
 
@@ -118,21 +118,18 @@ def decoding_s(seed: int, mode: Mode, acceptance: float, *, tells_text: bool = T
     """Return the seconds of all answers behind their first tokens, one request after the other."""
 
     async def main() -> float:
-        machine, loop, total_s = _Machine(seed), asyncio.get_running_loop(), 0.0
+        machine, total_s = _Machine(seed), 0.0
         target = _Target(machine, seed, tells_text=tells_text)
         draft = _Draft(machine, acceptance) if mode != "plain" else None
         branching = 1 if mode == "pingpong" else None  # chains are its better trees where a branch reads the text anew
         speculation = Speculation(mode=mode, branching=branching, lookup=False, auto_modes=("pingpong",))
         owner, draws = Orchestrator(target, draft, FakeTokenizer(), speculation, LoopClock()), Random(seed + 3)
         for number in range(NUM_REQUESTS):
-            prompt_ids, stamps = tuple(draws.choices(range(20, 220), k=PROMPT)), list[float]()
+            prompt_ids = tuple(draws.choices(range(20, 220), k=PROMPT))
             request = Request(
                 prompt_ids=prompt_ids, max_new_tokens=NUM_TOKENS, seed=1000 * seed + number, ignore_eos=True
             )
-            async with aclosing(owner.stream(request)) as chunks:
-                async for _ in chunks:
-                    stamps.append(loop.time())
-            total_s += stamps[-1] - stamps[0]
+            total_s += await answer_s(owner, request)
         await owner.aclose()
         return total_s
 
