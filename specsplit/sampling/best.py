@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from specsplit.core.types import SamplingParams
 from specsplit.sampling.columns import ColumnNoise
 from specsplit.sampling.cuts import cut_row, kept_ids
+from specsplit.sampling.near import kept_near
 from specsplit.sampling.rows import nth_best_bound
 from specsplit.sampling.sparse_noise import LEAST, MOST, Floats, Indices, SparseNoise, Words, gumbel
 
@@ -60,10 +61,29 @@ def best_within_cuts(
 
 
 def _best_within_cuts(row: Logits, params: SamplingParams, noise: Noise, position: int, count: int) -> Best:
+    if params.top_p < 1 and len(row) > _SMALL:
+        best = _best_near(row, params, noise, position, count)
+        if best is not None:
+            return best
     ids = kept_ids(row, params)
     if ids is not None and len(ids) * _POOL_SHARE <= len(row):
         return best_of_kept(ids, row.take(ids), params.temperature, noise.hashes(position, ids), count)
     return best_sums(cut_row(row, ids, params)[None], params.temperature, noise, [position], count)[0]
+
+
+def _best_near(row: Logits, params: SamplingParams, noise: Noise, position: int, count: int) -> Best | None:
+    """Return the best within cuts if the tokens near the row's best tell which they are."""
+    with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf
+        kept = kept_near(row, params)
+    if kept is None:
+        return None
+    ids, logits, doubted = kept
+    if len(ids) == 1:  # the row's best, whose score is its noise
+        return ids.tolist(), [noise.one(position, ids.item())]
+    best = best_of_kept(ids, logits, params.temperature, noise.hashes(position, ids), count)
+    if doubted > -math.inf and not set(ids[logits <= doubted].tolist()).isdisjoint(best[0]):
+        return None
+    return best
 
 
 def best_of_kept(ids: Indices, logits: Logits, temperature: float, hashes: Words, count: int) -> Best:

@@ -20,14 +20,10 @@ from specsplit.sampling.rows import as_array, nth_best, tensor_over
 COLDEST = 1e-30
 _ROUNDING = 1e-9
 """Far above what the order of a sum in float64 does to it."""
-_FLOAT32_ROUNDING = 3e-6
+FLOAT32_ROUNDING = 3e-6
 """Above what numpy's exponential and its sums are off in float32: it adds few numbers in a row, then sums in pairs."""
 _SMALL = 8192
 """Up to this vocabulary a sum in float64 costs less than what might save it."""
-_HEIGHT = 16
-"""Tokens of a column, of which the best one bounds the others."""
-_NEAR, _FEW = 10.0, 512
-"""Columns are looked at whose best is at most so many nats below the row's, if they are no more than 512."""
 _LIKELY, _UNLIKELY = 1e-4, 2e-6
 """The least probability of the tokens that are looked at next, and of those behind them."""
 
@@ -160,10 +156,7 @@ class _Nucleus:
 
     def of_all(self) -> Indices | None:
         """Return the nucleus of the row."""
-        found = None
-        if len(self._row) > _SMALL:
-            found = self._among_near_columns()
-            found = self._among_likely() if found is None else found
+        found = self._among_likely() if len(self._row) > _SMALL else None
         return self._among_unlikely() if found is None else found
 
     def among(self, ids: Indices, least_rest: float = 0.0, most_rest: float = 0.0) -> Indices | None:
@@ -175,27 +168,11 @@ class _Nucleus:
         size = size_of(mass, self._top_p * (own + least_rest), self._top_p * (own + most_rest))
         return None if size is None else ids[_are_largest(logits, ranked[size - 1], size)]
 
-    def _among_near_columns(self) -> Indices | None:
-        """Return the nucleus from the tokens of a few columns; the best of each other column bounds its mass."""
-        width, surplus = divmod(len(self._row), _HEIGHT)
-        # A token of another column as likely as the border's leaves the border open: it makes the bounds differ by
-        # `top_p` * 16 times its own mass, and no border is the same for masses so far apart.
-        if surplus or self._top_p * _HEIGHT < 1:
-            return None
-        weights = self._scaled(self._row.reshape(_HEIGHT, width).max(axis=0))
-        columns = np.flatnonzero(weights >= -_NEAR)
-        if len(columns) > _FEW:
-            return None
-        np.exp(weights, out=weights)
-        weights[columns] = 0
-        most_rest = _HEIGHT * weights.sum().item() * (1 + _FLOAT32_ROUNDING)
-        return self.among((columns + width * np.arange(_HEIGHT)[:, None]).ravel(), 0.0, most_rest)
-
     def _among_likely(self) -> Indices | None:
         """Return the nucleus from the likely tokens, with a sum in float32."""
         weights = self._scaled(self._row)
         total = np.exp(weights, out=weights).sum().item()
-        return self._from_least(weights, total, _LIKELY, _FLOAT32_ROUNDING)
+        return self._from_least(weights, total, _LIKELY, FLOAT32_ROUNDING)
 
     def _among_unlikely(self) -> Indices | None:
         """Return the nucleus from more tokens, with a sum in float64."""
@@ -211,11 +188,11 @@ class _Nucleus:
         least = probability * total
         ids = np.flatnonzero(weights >= least)
         rest = total - weights.take(ids).sum(dtype=np.float64).item()
-        if rest > (1 - self._top_p + _FLOAT32_ROUNDING) * total:
+        if rest > (1 - self._top_p + FLOAT32_ROUNDING) * total:
             return None  # others belong to it
         found = self.among(ids, rest - rounding * total, rest + rounding * total)
         # In their last bits weights may fall where logits rise, so a border there may belong to a token left out.
-        if found is None or weights.take(found).min() < least * (1 + _FLOAT32_ROUNDING):
+        if found is None or weights.take(found).min() < least * (1 + FLOAT32_ROUNDING):
             return None
         return found
 

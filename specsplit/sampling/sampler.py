@@ -72,11 +72,16 @@ class Sampler:
         paths: list[list[int]] | None = None
         if self.needs_paths:
             paths = [[], *([token_ids[at] for at in path_to(parents, node)] for node in range(len(parents)))]
-        is_in_vain = self.needs_paths and logits.shape[-1] < _MANY_TOKENS
-        if self._sparse_noise is None or not logits.is_cpu or is_in_vain:
+        is_in_vain, noise = self.needs_paths and logits.shape[-1] < _MANY_TOKENS, self._sparse_noise
+        if noise is None or not logits.is_cpu or is_in_vain:
             return self.picks(logits, committed, levels, paths)
 
+        rows = self._as_they_are(logits)
+
         def pick_at(row: int) -> int:
+            if rows is not None:
+                ids, _ = self._noisy(rows[row : row + 1], noise, [len(committed) + levels[row]], 1)[0]
+                return ids[0] if ids else NOT_A_NUMBER
             path = None if paths is None else paths[row : row + 1]
             return self.picks(logits[row : row + 1], committed, levels[row : row + 1], path)[0]
 
@@ -108,6 +113,10 @@ class Sampler:
         best = self._best_of_few(logits, committed, depths, paths, count)
         return best_of_rows(self.scores(logits, committed, depths, paths), count) if best is None else best
 
+    def _as_they_are(self, logits: Tensor) -> Logits | None:
+        """Return rows on a CPU that neither penalties nor a bias change; None if there are some."""
+        return as_array(logits) if self._counts is None and self._bias is None else None
+
     def _noisy(self, rows: Logits, noise: Noise, positions: Sequence[int], count: int) -> list[Best]:
         """Return the best of rows on a CPU, to which only cuts and noise are left to do."""
         sampling = self.params.sampling
@@ -129,9 +138,10 @@ class Sampler:
             return None
         positions = [len(committed) + depth for depth in depths]
         if logits.is_cpu:
-            return self._noisy(
-                as_array(self._processed(logits, committed, paths, self._uncut)), noise, positions, count
-            )
+            rows = self._as_they_are(logits)
+            if rows is None:
+                rows = as_array(self._processed(logits, committed, paths, self._uncut))
+            return self._noisy(rows, noise, positions, count)
         found = found_in(logits)
         best = found.noisy(sampling, noise, positions, count) if found is not None else None
         if best is None and self._uncut is not None:

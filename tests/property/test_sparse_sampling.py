@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from specsplit.core.tree import path_to
 from specsplit.core.types import SamplingParams, SessionParams
-from specsplit.sampling.best import best_sums
+from specsplit.sampling.best import best_sums, best_within_cuts
 from specsplit.sampling.cuts import cut, cut_by_sorting, kept_ids
 from specsplit.sampling.noise import gumbel_rows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
@@ -140,7 +140,12 @@ def test_cuts_keep_what_sorting_everything_keeps(
     result = cut(logits, params)
     assert torch.equal(logits.nan_to_num(7.5), before.nan_to_num(7.5))
     if result is not logits:
-        assert torch.equal(result.nan_to_num(7.5), cut_by_sorting(logits, params).nan_to_num(7.5))
+        left = cut_by_sorting(logits, params)
+        assert torch.equal(result.nan_to_num(7.5), left.nan_to_num(7.5))
+        everything = scores(left, temperature, gumbel_rows(seed, 0, 50, 3, vocab_size))
+        noise = SparseNoise(seed, 0, vocab_size)
+        best = best_within_cuts(logits.numpy(), params, noise, range(50, 53), 3)
+        assert best == list(best_of_rows(everything, 3)), "the best of what they keep, too"
 
 
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
@@ -170,6 +175,21 @@ def test_a_nucleus_is_found_however_flat_logits_are(vocab_size: int, spread: flo
         assert list(sampler.best(logits, [0] * 40, [0, 1], None, 3)) == list(best_of_rows(everything, 3))
 
 
+@pytest.mark.parametrize("vocab_size", [151_936, 32_002])
+@pytest.mark.parametrize("fall", [1.0, 1.5, 2.5])
+def test_a_nucleus_of_logits_that_fall_with_their_rank_is_the_sorted_one(vocab_size: int, fall: float) -> None:
+    """As those of a language model do: its likely tokens are few, and the unlikely ones add up."""
+    generator = np.random.default_rng(4)
+    ranks = generator.permuted(np.tile(np.arange(1, vocab_size + 1), (12, 1)), axis=1)
+    logits = torch.from_numpy(-fall * np.log(ranks)).bfloat16().float()
+    for top_p, top_k, min_p in ((0.9, 0, 0.0), (0.95, 0, 0.02), (0.8, 20, 0.0), (0.95, 400, 0.0), (0.999, 5, 0.1)):
+        sampling = SamplingParams(temperature=0.7, top_p=top_p, top_k=top_k, min_p=min_p)
+        sampler = Sampler(SessionParams(sampling=sampling, seed=5), vocab_size, torch.device("cpu"))
+        everything = scores(cut_by_sorting(logits, sampling), 0.7, gumbel_rows(5, 0, 40, 12, vocab_size))
+        assert sampler.picks(logits, [0] * 40, range(12), None) == picked_ids(everything)
+        assert list(sampler.best(logits, [0] * 40, range(12), None, 3)) == list(best_of_rows(everything, 3))
+
+
 def test_a_border_where_weights_fall_as_logits_rise_is_the_sorted_one() -> None:
     """numpy's exponential of the first of the two is less than that of the second, whose logit is less."""
     pair = np.array([-1.732867956161499, -1.7328680753707886], np.float32)
@@ -192,6 +212,21 @@ def test_a_nucleus_that_the_mass_of_all_others_decides_counts_them(share: float,
     result = cut(logits, params)
     assert torch.equal(result, cut_by_sorting(logits, params))
     assert int(result.isfinite().sum()) == num_kept
+
+
+@pytest.mark.parametrize("top_k", [20, 400])
+@pytest.mark.parametrize(("share", "num_kept"), [(0.5, 2), (2.0, 1)])
+def test_a_nucleus_of_top_k_counts_the_unlikely_among_them(share: float, num_kept: int, top_k: int) -> None:
+    """Of the best all but two are some ten nats below these, and decide whether the first one will do."""
+    row = np.full((1, 20_000), -12, np.float32)
+    row[0, : top_k - 2], row[0, 700], row[0, 900] = -10.5, 0, -1
+    # The best token alone would do if the others' mass were this share of what it is.
+    top_p = 1 / (1 + math.exp(-1) + share * (top_k - 2) * math.exp(-10.5))
+    params = SamplingParams(temperature=1.0, top_p=top_p, top_k=top_k)
+    left = cut_by_sorting(torch.from_numpy(row), params)
+    assert int(left.isfinite().sum()) == num_kept
+    everything = scores(left, 1.0, gumbel_rows(9, 0, 60, 1, 20_000))
+    assert best_within_cuts(row, params, SparseNoise(9, 0, 20_000), [60], 3) == list(best_of_rows(everything, 3))
 
 
 @given(

@@ -32,7 +32,7 @@ _WRAPPED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("scores and picks", sampler, ("best_sums", "best_within_cuts", "best_of_rows", "picked_ids")),
     ("scores and picks", draft_engine, ("candidate_estimates", "estimates_of")),
     ("top-p", processors, ("cut",)),
-    ("top-p", best, ("kept_ids", "cut_row")),
+    ("top-p", best, ("kept_near", "kept_ids", "cut_row")),
     ("plan", RoundPlanner, ("plan_round",)),
     ("plan", SpeculationStats, ("observe_tree", "observe_round", "observe_lookup", "observe_propose")),
     ("plan", Speculator, ("best", "look_up", "make_input", "take")),
