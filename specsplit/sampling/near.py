@@ -68,7 +68,7 @@ def kept_near(row: Logits, params: SamplingParams) -> Kept | None:
     wanted = params.top_p * mass[-1].item()
     least = mass.searchsorted(wanted * (1 - FLOAT32_ROUNDING)).item()
     most = mass.searchsorted((wanted + params.top_p * most_rest) * (1 + FLOAT32_ROUNDING)).item()
-    if most == len(mass):
+    if most == len(mass) or nats[most] < -_NEAR:  # others may lie above the border
         return None
     doubted = ranked[least] if least < most else -math.inf
     lowest = ranked[most]

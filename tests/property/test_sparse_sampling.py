@@ -16,6 +16,7 @@ from specsplit.core.tree import path_to
 from specsplit.core.types import SamplingParams, SessionParams
 from specsplit.sampling.best import best_sums, best_within_cuts
 from specsplit.sampling.cuts import cut, cut_by_sorting, kept_ids
+from specsplit.sampling.near import kept_near
 from specsplit.sampling.noise import gumbel_rows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
 from specsplit.sampling.processors import TokenCounts, process_logits
@@ -227,6 +228,21 @@ def test_a_nucleus_of_top_k_counts_the_unlikely_among_them(share: float, num_kep
     assert int(left.isfinite().sum()) == num_kept
     everything = scores(left, 1.0, gumbel_rows(9, 0, 60, 1, 20_000))
     assert best_within_cuts(row, params, SparseNoise(9, 0, 20_000), [60], 3) == list(best_of_rows(everything, 3))
+
+
+def test_a_token_that_is_not_near_counts_before_less_likely_ones_beside_near_tokens() -> None:
+    """Else these would be sure to be left, where the nucleus ends among them."""
+    row = np.full(20_000, -30, np.float32)
+    table = row.reshape(16, 1250)
+    table[:, :500] = -10.8 - 1e-4 * np.arange(8000).reshape(500, 16).T
+    table[0, :500], table[0, 0], table[0, 700:704] = -9, 0, -10.5
+    for top_p in np.linspace(0.95, 0.99, 9).tolist():
+        params = SamplingParams(temperature=1.0, top_p=top_p)
+        left = np.flatnonzero(cut_by_sorting(torch.from_numpy(row[None]), params)[0].isfinite().numpy())
+        kept = kept_near(row, params)
+        if kept is not None:
+            assert set(left) <= set(kept.ids)
+            assert set(kept.ids[kept.logits > kept.doubted]) <= set(left)
 
 
 @given(
