@@ -230,7 +230,7 @@ def test_a_nucleus_of_top_k_counts_the_unlikely_among_them(share: float, num_kep
     assert best_within_cuts(row, params, SparseNoise(9, 0, 20_000), [60], 3) == list(best_of_rows(everything, 3))
 
 
-def test_a_token_that_is_not_near_counts_before_less_likely_ones_beside_near_tokens() -> None:
+def test_a_token_that_is_not_near_counts_before_less_likely_ones() -> None:
     """Else these would be sure to be left, where the nucleus ends among them."""
     row = np.full(20_000, -30, np.float32)
     table = row.reshape(16, 1250)
