@@ -7,7 +7,7 @@ few. Legend: V vocabulary, K tokens that may be left.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,14 +27,14 @@ class Kept(NamedTuple):
     """[K], which ascend."""
     logits: Logits
     """[K]"""
-    doubted: Any
-    """Those with no more than this logit may be cut; -inf if none may."""
+    doubted: float
+    """Those with no more than this logit may be cut; -inf if none may. It may be below all of them."""
 
 
 def kept_near(row: Logits, params: SamplingParams) -> Kept | None:
     """Return what the cuts leave of one row [V], as `cuts.cut_by_sorting` does; None if others may be left.
 
-    `top_p` is less than 1. A tiny temperature overflows to -inf.
+    So it is where V is no multiple of 16. `top_p` is less than 1. A tiny temperature overflows to -inf.
     """
     width, surplus = divmod(len(row), _HEIGHT)
     if surplus or params.top_k > _FEW:
@@ -70,7 +70,7 @@ def kept_near(row: Logits, params: SamplingParams) -> Kept | None:
     most = mass.searchsorted((wanted + params.top_p * most_rest) * (1 + FLOAT32_ROUNDING)).item()
     if most == len(mass) or nats[most] < -_NEAR:  # others may lie above the border
         return None
-    doubted = ranked[least] if least < most else -math.inf
+    doubted = ranked[least].item() if least < most else -math.inf
     lowest = ranked[most]
     if params.min_p > 0:
         lowest = max(lowest, top + np.float32(params.temperature * math.log(params.min_p)))

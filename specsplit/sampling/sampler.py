@@ -72,7 +72,8 @@ class Sampler:
         paths: list[list[int]] | None = None
         if self.needs_paths:
             paths = [[], *([token_ids[at] for at in path_to(parents, node)] for node in range(len(parents)))]
-        is_in_vain, noise = self.needs_paths and logits.shape[-1] < _MANY_TOKENS, self._sparse_noise
+        noise = self._sparse_noise
+        is_in_vain = self.needs_paths and logits.shape[-1] < _MANY_TOKENS
         if noise is None or not logits.is_cpu or is_in_vain:
             return self.picks(logits, committed, levels, paths)
 
@@ -114,8 +115,9 @@ class Sampler:
         return best_of_rows(self.scores(logits, committed, depths, paths), count) if best is None else best
 
     def _as_they_are(self, logits: Tensor) -> Logits | None:
-        """Return rows on a CPU that neither penalties nor a bias change; None if there are some."""
-        return as_array(logits) if self._counts is None and self._bias is None else None
+        """Return float32 rows on a CPU that neither penalties nor a bias change; None if they are others."""
+        is_unchanged = self._counts is None and self._bias is None and logits.dtype is torch.float32
+        return as_array(logits) if is_unchanged else None
 
     def _noisy(self, rows: Logits, noise: Noise, positions: Sequence[int], count: int) -> list[Best]:
         """Return the best of rows on a CPU, to which only cuts and noise are left to do."""

@@ -191,6 +191,19 @@ def test_a_nucleus_of_logits_that_fall_with_their_rank_is_the_sorted_one(vocab_s
         assert list(sampler.best(logits, [0] * 40, range(12), None, 3)) == list(best_of_rows(everything, 3))
 
 
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_logits_of_double_precision_are_those_of_the_full_computation(top_p: float) -> None:
+    """Two of them differ in double precision alone, and are the same."""
+    logits = torch.full((1, 16_384), -40.0, dtype=torch.float64)
+    logits[0, 3], logits[0, 9] = 1.0, 1 + 1e-9
+    sampling = SamplingParams(temperature=1e-12, top_p=top_p)
+    sampler = Sampler(SessionParams(sampling=sampling, seed=5), 16_384, torch.device("cpu"))
+    for length in range(9, 14):
+        committed = [0] * length
+        expected = picked_ids(sampler.scores(logits, committed, [0], None))
+        assert sampler.picks(logits, committed, [0], None) == expected
+
+
 def test_a_border_where_weights_fall_as_logits_rise_is_the_sorted_one() -> None:
     """numpy's exponential of the first of the two is less than that of the second, whose logit is less."""
     pair = np.array([-1.732867956161499, -1.7328680753707886], np.float32)
