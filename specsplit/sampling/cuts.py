@@ -135,13 +135,13 @@ def size_of(mass: NDArray[np.float64], least: float, most: float) -> int | None:
     return first + 1 if first == last < len(mass) else None
 
 
-def _are_largest(logits: Logits, border: Any, size: int) -> NDArray[np.bool_]:
+def are_largest(logits: Logits, border: Any, size: int) -> NDArray[np.bool_]:
     """Return which of some logits are the `size` largest, whose least is `border`; of equal ones the first are."""
-    are_largest = logits >= border
-    surplus = np.count_nonzero(are_largest) - size
+    is_among = logits >= border
+    surplus = np.count_nonzero(is_among) - size
     if surplus:
-        are_largest[np.flatnonzero(logits == border)[-surplus:]] = False
-    return are_largest
+        is_among[np.flatnonzero(logits == border)[-surplus:]] = False
+    return is_among
 
 
 class _Nucleus:
@@ -166,7 +166,7 @@ class _Nucleus:
         mass = np.cumsum(self._weights(ranked), dtype=np.float64)
         own = mass[-1].item() if len(ids) else 0.0
         size = size_of(mass, self._top_p * (own + least_rest), self._top_p * (own + most_rest))
-        return None if size is None else ids[_are_largest(logits, ranked[size - 1], size)]
+        return None if size is None else ids[are_largest(logits, ranked[size - 1], size)]
 
     def _among_likely(self) -> Indices | None:
         """Return the nucleus from the likely tokens, with a sum in float32."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specsplit.core.types import SamplingParams
-from specsplit.sampling.cuts import COLDEST, FLOAT32_ROUNDING, Indices, Logits
+from specsplit.sampling.cuts import COLDEST, FLOAT32_ROUNDING, Indices, Logits, are_largest
 
 _HEIGHT = 16
 """Tokens of a column, of which the best one bounds the others."""
@@ -71,13 +71,9 @@ def kept_near(row: Logits, params: SamplingParams) -> Kept | None:
     if most == len(mass) or nats[most] < -_NEAR:  # others may lie above the border
         return None
     doubted = ranked[least].item() if least < most else -math.inf
-    lowest = ranked[most]
+    border = ranked[most]
+    is_left = are_largest(logits, border, most + 1) if least == most else logits >= border
     if params.min_p > 0:
-        lowest = max(lowest, top + np.float32(params.temperature * math.log(params.min_p)))
-    places = (logits >= lowest).nonzero()[0]
-    num_surplus = len(places) - most - 1
-    if num_surplus > 0 and least == most:  # of equal ones at the border the lower ids are left
-        is_left = np.ones(len(places), np.bool_)
-        is_left[(logits[places] == lowest).nonzero()[0][-num_surplus:]] = False
-        places = places[is_left]
+        is_left &= logits >= top + np.float32(params.temperature * math.log(params.min_p))
+    places = is_left.nonzero()[0]
     return Kept(columns[places % num_columns] + width * (places // num_columns), logits[places], doubted)
