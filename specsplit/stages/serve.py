@@ -164,7 +164,8 @@ async def serving_chain(
         engine.quotas.limit(CallerLimits.of(settings))
         stack.push_async_callback(engine.aclose)
         stack.callback(link.give_up)  # of a stage that hangs an answer would be awaited long after the drain
-        await engine.measure()
+        incidents = ChainLog(link, runner)
+        await _measure_chain(engine, link, incidents)
         front = ChainFront(engine, lambda: link.statistics, runner.chain_statistics)
         service = TargetService(engine, lambda: engine.num_sessions, front)
         service.keep_owners(ttl_s)
@@ -172,7 +173,6 @@ async def serving_chain(
         running = await stack.enter_async_context(
             serving(settings.listen, [service], limits, security, SidePorts.of(settings))
         )
-        incidents = ChainLog(link, runner)
         stack.callback(incidents.write_new)
         watching = _watch_chain(link, incidents, running, [engine] if own is None else [engine, own])
         for task in (sweep_sessions(engine, ttl_s / 4), mend_chain(engine, link), watching):
@@ -258,6 +258,22 @@ async def mend_chain(engine: Engine, link: RemoteChain) -> None:
                 _log.exception("the chain could not be restored or tried")
         else:
             said = ""
+
+
+async def _measure_chain(engine: Engine, link: RemoteChain, incidents: ChainLog) -> None:
+    """Measure forwards of a chain; a stage that hangs meanwhile is given up, as it is later."""
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await link.look()
+            incidents.write_new()
+
+    looking = asyncio.create_task(look())
+    try:
+        await engine.measure()
+    finally:
+        looking.cancel()
 
 
 async def _watch_chain(link: RemoteChain, incidents: ChainLog, server: Server, devices: Sequence[Device]) -> None:
