@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from specsplit.speculation.constants import (
@@ -97,7 +97,7 @@ class DepthProfile:
         self._further = [(0.0, 0.0)] * (max_branching - 1)
 
     def observe_tree(
-        self, parents: Sequence[int], ranks: Sequence[int], accepted: Sequence[int], judged: Iterable[int]
+        self, parents: Sequence[int], ranks: Mapping[int, int], accepted: Sequence[int], judged: Iterable[int]
     ) -> None:
         """Count what became of a tree: `judged` are the nodes whose parents were accepted, `ranks` are by siblings.
 

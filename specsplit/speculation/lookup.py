@@ -43,6 +43,13 @@ class LookupTree:
     def __len__(self) -> int:
         return len(self.cells)
 
+    def path_log_probs(self, log_probs: Sequence[float]) -> list[float]:
+        """Return each node's estimate together with those above it, by the cells' `log_probs`."""
+        paths: list[float] = []
+        for parent, cell in zip(self.nodes.parents, self.cells, strict=True):
+            paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
+        return paths
+
     def num_spelled(self, token_ids: Sequence[int], chosen: Collection[int] | None = None) -> int:
         """Return how many of `token_ids` these nodes spell from the root, by default all of them."""
         path = self.nodes.walk(token_ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 
+from specsplit.speculation.acceptance import Acceptance
 from specsplit.speculation.constants import (
     EXPLORED_ROUNDS,
     FORGIVENESS,
@@ -159,6 +160,8 @@ class LookupShare:
     """The share of a text that lookup takes over, and how quickly; means over rounds, an older one counts less."""
 
     def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        """That of all that lookup finds: in a tree the draft's share of it counts as agreed, and the rest is worse."""
         self._num_alone = self._num_taken = self._taken_s = 0.0
 
     def observe(self, num_alone: int, num_taken: int, taken_s: float) -> None:

@@ -13,7 +13,9 @@ from specsplit.core.defaults import DEFAULT_DEPTH, DEFAULT_NODES, Mode
 from specsplit.core.record import record
 from specsplit.core.types import Budget, Identity, StreamLimits
 from specsplit.speculation.constants import (
+    DECIDE_EARLY,
     DECIDE_EVERY,
+    EARLY_ROUNDS,
     EXPLORED_ROUNDS,
     HOPED_SHARE,
     LONG_TEXT,
@@ -173,7 +175,8 @@ class RoundPlanner:
             stats.counts_plain = True  # turns are taken by decided rounds, and there are none
             return _PLAIN
         decision = stats.last_decision(modes, self._limits, has_draft=has_draft)
-        is_turn = self._num_rounds % DECIDE_EVERY == 1
+        every = DECIDE_EARLY if stats.num_rounds < EARLY_ROUNDS else DECIDE_EVERY
+        is_turn = self._num_rounds % every == 1
         if decision is None or (is_turn and stats.is_decision_due(modes, self._limits, has_draft=has_draft)):
             decision = stats.decide(modes, self._limits, has_draft=has_draft)
         if decision is None:

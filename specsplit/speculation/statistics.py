@@ -83,20 +83,21 @@ class SpeculationStats:
         )
         self._learned_by_load = {1: self._learned}
         """Keys are the bits of the number of sessions at the target, whether they share its steps or not."""
-        self._num_rounds = 0
+        self.num_rounds = 0  # of all sessions
         self.counts_plain = True
         """Whether a plain round that ends now is counted: of sessions that share steps, as many as one alone has."""
 
     def observe_tree(self, tree: SpeculationTree, token_ids: Sequence[int]) -> None:
         """Count what committed tokens say of the tree that they go through or past."""
         # Committed tokens decide nodes that nobody verified, too: under coupled picks the target's pick there is known.
-        judged = tree.nodes.tested(token_ids)
-        cells = tree.cells
+        judged, cells = tree.nodes.tested(token_ids), tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
         if tree.drafted.count and self.plans:
             self._learned.predictors[True].hope.num_seen += 1
-            accepted = [node for node, is_right in judged if is_right]
-            self._profile.observe_tree(tree.nodes.parents, tree.sibling_ranks(), accepted, [node for node, _ in judged])
+            # What lookup knows and the draft does not says nothing of a tree that the draft is asked for.
+            ranks = tree.drafted_ranks()
+            own = {node: is_right for node, is_right in judged if node in ranks}
+            self._profile.observe_tree(tree.nodes.parents, ranks, [node for node in own if own[node]], own)
 
     def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
         """Count a propose that was answered, in `wall_s` seconds, or None if it was a probe."""
@@ -114,10 +115,10 @@ class SpeculationStats:
     ) -> None:
         """Count a round run by `decision`, in its mode or as lookup's; the others of its `num_rounds` rest."""
         is_counted = self.counts_plain or mode != PLAIN or decision.nodes > 0
-        self._num_rounds += num_rounds
+        self.num_rounds += num_rounds
         num_sessions = self.times.sessions.value
         # Sessions that share steps take turns; the stride has no common divisor with their number.
-        self.counts_plain = num_sessions == 1 or num_rounds > 1 or self._num_rounds % (num_sessions + 1) == 0
+        self.counts_plain = num_sessions == 1 or num_rounds > 1 or self.num_rounds % (num_sessions + 1) == 0
         if not is_counted:
             return
         seconds = ended_s - began_s
@@ -138,15 +139,11 @@ class SpeculationStats:
         if not found.cells:
             self._lookup_share.observe(1, 0, 0.0)
             return
-        log_probs = self.acceptance.log_probs
-        paths: list[float] = []
-        for parent, cell in zip(found.nodes.parents, found.cells, strict=True):
-            paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])
-        ranked, num_sessions, beside_s = (
-            sorted(paths, reverse=True),
-            times.sessions.value,
-            times.gap_s + times.sessions_s,
-        )
+        acceptance, cells = self._lookup_share.acceptance, found.cells
+        paths = found.path_log_probs(acceptance.log_probs)
+        acceptance.observe([(cells[node], is_right) for node, is_right in found.nodes.tested(token_ids)])
+        ranked, num_sessions = sorted(paths, reverse=True), times.sessions.value
+        beside_s = times.gap_s + times.sessions_s
         plain = 1 / (verify.curve(num_sessions)[num_sessions] + beside_s)
         count = self.count_worth_verifying(ranked, plain)
         if self.predict_tokens_per_s(ranked[:count]) <= plain:
@@ -154,9 +151,8 @@ class SpeculationStats:
             return
         # The nodes that would be verified are those at least as likely as the last one worth its row.
         chosen = {node for node, path in enumerate(paths) if path >= ranked[count - 1]}
-        num_right = found.num_spelled(token_ids, chosen)
+        num_right, rows = found.num_spelled(token_ids, chosen), count + num_sessions
         num_taken = min(num_right + 1, len(token_ids))
-        rows = count + num_sessions
         taken_s = (verify.curve(rows)[rows] + beside_s + times.tree_s) * num_taken / (num_right + 1)
         self._lookup_share.observe(0, num_taken, taken_s)
 
@@ -190,7 +186,7 @@ class SpeculationStats:
             num_sessions=costs.num_sessions,
             load=times.sessions.load,
         )
-        learned.decided_at[key] = self._num_rounds
+        learned.decided_at[key] = self.num_rounds
         return decision
 
     def appraise(self, modes: tuple[RoundMode, ...], limits: Limits) -> Decision | None:
@@ -234,7 +230,7 @@ class SpeculationStats:
         decision, num_others = learned.decisions.get(key), self.times.sessions.value - 1
         if decision is not None and decision.nodes and learned.predictors[has_draft].num_stayed <= SWITCH_PATIENCE:
             num_others = min(num_others, 1)
-        return self._num_rounds - learned.decided_at.get(key, 0) >= DECIDE_EVERY * num_others
+        return self.num_rounds - learned.decided_at.get(key, 0) >= DECIDE_EVERY * num_others
 
     @property
     def turn_rounds(self) -> int:

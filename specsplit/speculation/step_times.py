@@ -82,24 +82,24 @@ class StepTimes:
     and a plain forward believed slow is never run, so that nobody would see the mistake. If they have slowed it,
     forwards of other sizes lead it slowly back to what was measured at the start, so that it is tried again. If the
     first forwards of all are quicker than was measured, as after a start beside other work, the whole curve is at once.
-    A point that was not seen for long is believed about as slow as those that are, since what slowed it may be over.
+    Without `has_plain` it follows the others. A point that was not seen for long is believed about as slow as those
+    that are, since what slowed it may be over.
     """
 
-    def __init__(self, measured: Mapping[int, float], fork_s: float = 0.0) -> None:
-        assert measured, "at least one point"
-        assert min(measured) >= 1, "a forward has rows"
+    def __init__(self, measured: Mapping[int, float], fork_s: float = 0.0, *, has_plain: bool = True) -> None:
+        assert min(measured, default=0) >= 1, "at least one point, and a forward has rows"
         assert all(0 < seconds < math.inf for seconds in measured.values()), "times are positive"
         self._rows = sorted(measured)
         self._seconds = self._measured = _non_decreasing([measured[rows] for rows in self._rows], [1] * len(measured))
         self._curve: list[float] = []
         """Seconds by number of rows, as far as they were asked for since the last correction."""
-        # A grid point ends where another one becomes the nearest, in ratio.
-        self._middles = [math.sqrt(low * high) for low, high in pairwise(self._rows)]
+        self._middles = [math.sqrt(low * high) for low, high in pairwise(self._rows)]  # where another point is nearer
         # A correction of point p counts for point q by _weights[p][q].
         self._weights = [
             [0.5 ** (abs(math.log2(other / rows)) / CORRECTION_HALVING) for other in self._rows] for rows in self._rows
         ]
         self._points = [_Point() for _ in self._rows]
+        self._plain = self._points[0] if has_plain else None
         self.fork_s = fork_s  # that each further branch of a tree takes beside its rows
         self._num_counted = 0
         self._first: list[float] = []
@@ -246,12 +246,12 @@ class StepTimes:
             point.num_vain = min(point.num_vain + 1, MAX_HALVINGS)
         if fall < 0:
             for other, weight in zip(self._points, self._weights[nearest], strict=True):
-                if other is point or (other is not self._points[0] and (is_rare or self._is_stale(other))):
+                if other is point or (other is not self._plain and (is_rare or self._is_stale(other))):
                     other.correction += weight * fall
             point.forgiven, point.num_vain = 0.0, 0
 
     def _correct(self, nearest: int, error: float) -> None:
-        seen, plain = self._points[nearest], self._points[0]
+        seen, plain = self._points[nearest], self._plain
         # The first correction of a point is the whole error, the next half of it, and so on down to CORRECTION_STEP.
         step = max(CORRECTION_STEP, 1 / (seen.num_observed - MIN_OBSERVED + 1))
         # What the point was forgiven in vain is no news of the others.
@@ -269,7 +269,7 @@ class StepTimes:
             if share or is_disproved:
                 least = max(seen.correction, 0.0) if point is plain else seen.correction
                 point.forgive(least, MOST_APART / weight, share)
-        if seen is not plain and plain.correction > 0:
+        if plain is not None and seen is not plain and plain.correction > 0:
             plain.correction *= PLAIN_FORGIVENESS
 
 

@@ -364,11 +364,11 @@ class SpeculationTree:
         """Count all nodes as unsent: the stream begins anew."""
         self.sent_numbers = [UNNUMBERED] * len(self.cells)
 
-    def sibling_ranks(self) -> list[int]:
-        """Return each node's place among its siblings by estimate, 0 for the likeliest."""
-        nodes, num_ranked = self.nodes, dict[int, int]()
-        ranks = [0] * len(nodes.parents)
-        for node in sorted(range(len(ranks)), key=nodes.log_probs.__getitem__, reverse=True):
+    def drafted_ranks(self) -> dict[int, int]:
+        """Return the place by estimate of each node that the draft knows among such siblings, 0 for the likeliest."""
+        nodes, ranks, num_ranked = self.nodes, dict[int, int](), dict[int, int]()
+        drafted = [node for node, number in enumerate(self.drafted.numbers) if number]
+        for node in sorted(drafted, key=nodes.log_probs.__getitem__, reverse=True):
             parent = nodes.parents[node]
             rank = ranks[node] = num_ranked.get(parent, 0)
             num_ranked[parent] = rank + 1

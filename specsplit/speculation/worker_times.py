@@ -41,7 +41,7 @@ class DraftTimes:
     """Seconds of one propose: a fixed part per call, the way to the draft and back included, and its levels."""
 
     def __init__(self, level: StepTimes, call_s: float = 0.0) -> None:
-        self.level = level
+        self.level = StepTimes(level.grid, has_plain=False)
         self._call, self._least_call_s = RunningMedian(call_s), math.inf
 
     @property
@@ -238,7 +238,7 @@ class WorkerTimes:
         if self.sessions.load == 1:
             return self._draft_alone
         if self._draft_shared is None and self._draft_alone is not None:
-            self._draft_shared = DraftTimes(StepTimes(self._draft_alone.level.grid), self._draft_alone.call_s)
+            self._draft_shared = DraftTimes(self._draft_alone.level, self._draft_alone.call_s)
         return self._draft_shared
 
     @property

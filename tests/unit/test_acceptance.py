@@ -26,7 +26,7 @@ LIKELY, UNLIKELY = draft_cell(math.log(0.9), 0), draft_cell(math.log(0.1), 1)
 #      2 3    4
 #      5
 PARENTS = (-1, -1, 0, 0, 1, 2)
-RANKS = (0, 1, 0, 1, 0, 0)
+RANKS = dict(enumerate((0, 1, 0, 1, 0, 0)))
 
 
 def probability(table: Acceptance, cell: int) -> float:
@@ -114,7 +114,7 @@ def test_the_profile_learns_children_by_depth_and_siblings():
             if second or source.random() < catch:
                 path.append(2 if second else 3)
         judged = [node for node, parent in enumerate(parents) if parent in (-1, *path)]
-        counts.observe_tree(parents, ranks, path, judged)
+        counts.observe_tree(parents, dict(enumerate(ranks)), path, judged)
     profile = counts.profile
     assert profile.accept_by_depth == pytest.approx(rates, abs=0.05)
     assert profile.catch_by_rank == pytest.approx((catch,), abs=0.05)
@@ -140,5 +140,5 @@ def test_a_sibling_is_not_blamed_where_the_first_child_was_accepted():
 def test_an_empty_tree_says_nothing():
     counts = DepthProfile(2, 2)
     for _ in range(300):
-        counts.observe_tree([], [], [], [])
+        counts.observe_tree([], {}, [], [])
     assert counts.profile == Profile((0.5, 0.5), (0.25,))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 
@@ -27,6 +28,7 @@ from tests.support.timed_workers import Diary, TimedDraft, TimedTarget
 from tests.support.virtual_time import LoopClock, run_virtual
 
 REQUEST = Request(prompt_ids=tuple(b"Once upon a time"), max_new_tokens=301, seed=7, ignore_eos=True)
+SEEDS = (7, 8, 9, 10)
 FIXED: tuple[tuple[Mode, int, int], ...] = (
     ("plain", 1, 1),
     ("lookup", 4, 2),
@@ -65,6 +67,7 @@ def serve(
     nodes: int | None = None,
     depth: int | None = None,
     requests: int = 1,
+    request: Request = REQUEST,
 ) -> list[Result]:
     diary = Diary()
     target, worker = TimedTarget(diary, verify_s, round_trip_s), draft(diary)
@@ -78,7 +81,7 @@ def serve(
             LoopClock(),
             retry_policy=RetryPolicy(draft_s=0.1),
         )
-        results = [await owner.generate(REQUEST) for _ in range(requests)]
+        results = [await owner.generate(request) for _ in range(requests)]
         await asyncio.sleep(5)
         await owner.aclose()
         return results
@@ -86,21 +89,30 @@ def serve(
     return run_virtual(main)
 
 
-def tokens_per_s(
-    mode: Mode, draft: Draft, round_trip_s: float, nodes: int | None = None, depth: int | None = None
-) -> float:
-    (result,) = serve(mode, lambda diary: TimedDraft(diary, draft.level_s, draft.guess), round_trip_s, nodes, depth)
+def tokens_per_s(shape: tuple[Mode, int | None, int | None], draft: Draft, round_trip_s: float, seed: int) -> float:
+    request = replace(REQUEST, seed=seed)
+    (result,) = serve(
+        shape[0],
+        lambda diary: TimedDraft(diary, draft.level_s, draft.guess),
+        round_trip_s,
+        *shape[1:],
+        request=request,
+    )
     return result.timings.tokens_per_s
 
 
 @pytest.mark.parametrize("round_trip_s", [0.0, 0.04], ids=["here", "far"])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_auto_is_near_the_best_mode_and_never_below_plain_decoding(name: str, round_trip_s: float):
-    draft = DRAFTS[name]
-    fixed = {shape: tokens_per_s(shape[0], draft, round_trip_s, *shape[1:]) for shape in FIXED}
-    auto = tokens_per_s("auto", draft, round_trip_s)
-    assert auto >= 0.93 * max(fixed.values()), fixed
-    assert auto >= 0.98 * fixed["plain", 1, 1]
+    """Of one text chance decides between modes that are about equally fast, so the mean of four is judged."""
+    draft, of_best = DRAFTS[name], list[float]()
+    for seed in SEEDS:
+        fixed = {shape: tokens_per_s(shape, draft, round_trip_s, seed) for shape in FIXED}
+        auto = tokens_per_s(("auto", None, None), draft, round_trip_s, seed)
+        assert auto >= 0.98 * fixed["plain", 1, 1]
+        of_best.append(auto / max(fixed.values()))
+    assert fmean(of_best) >= 0.93, of_best
+    assert min(of_best) >= 0.9, of_best
 
 
 class _Comes(TimedDraft):
@@ -164,7 +176,7 @@ def test_looks_at_a_draft_are_the_rarer_the_longer_they_take():
 
 
 def test_no_round_counts_as_drafted_ahead_while_the_draft_is_left_alone():
-    (result,) = serve("auto", lambda diary: TimedDraft(diary, 0.030, good_guess))
+    (result,) = serve("auto", lambda diary: TimedDraft(diary, 0.030, random_guess))
     num_drafting = sum(result.rounds_by_mode.get(mode, 0) for mode in CONCURRENT)
     assert 0 < num_drafting < result.num_rounds / 10
     assert result.speculative_decoding.num_ahead_rounds <= num_drafting

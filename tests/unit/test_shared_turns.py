@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from specsplit.speculation.constants import DECIDE_EVERY, EXPLORED_ROUNDS, MEDIAN_WINDOW, SWITCH_PATIENCE
+from specsplit.speculation.constants import DECIDE_EVERY, EARLY_ROUNDS, EXPLORED_ROUNDS, MEDIAN_WINDOW, SWITCH_PATIENCE
 from specsplit.speculation.cost_model import Decision, Limits, RoundMode
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
@@ -115,8 +115,9 @@ def test_rounds_that_rest_count_for_the_next_decision_and_for_probes():
 
 
 def count_decisions(num_sessions: int, num_rounds: int) -> int:
-    """Return how often sessions that run in step decide anew while each of them has so many rounds."""
+    """Return how often sessions that run in step decide anew in so many rounds each, once the first ones are over."""
     stats = shared(num_sessions)
+    stats.num_rounds = EARLY_ROUNDS
     planners = [planner(stats, "pingpong") for _ in range(num_sessions)]
     seen: list[Decision] = []
     for _ in range(num_rounds):

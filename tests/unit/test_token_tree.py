@@ -96,7 +96,9 @@ def test_committed_tokens_decide_the_children_of_every_node_on_their_way():
     assert decided == {1: True, 2: False, 3: False, 4: False}  # 5 hangs below 2, of which nothing is known
 
 
-def test_siblings_rank_by_estimate():
+def test_the_drafts_nodes_rank_by_estimate_among_themselves():
     held = tree()
-    held.take(Proposal(1, 10, (1, 2, 3, 4), (0, 0, 0, 2), (-2.0, -0.1, -4.0, -1.0)), 10, epoch=1)
-    assert held.sibling_ranks() == [1, 0, 2, 0]
+    held.merge(*found())
+    held.take(Proposal(1, 10, (1, 3, 4, 5), (0, 0, 0, 2), (-2.0, -0.1, -4.0, -1.0)), 10, epoch=1)
+    assert held.nodes.token_ids == [2, 7, 1, 3, 4, 5]
+    assert held.drafted_ranks() == {2: 1, 3: 0, 4: 2, 5: 0}, "lookup's own nodes have no place"
