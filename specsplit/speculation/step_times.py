@@ -89,21 +89,20 @@ class StepTimes:
     def __init__(self, measured: Mapping[int, float], fork_s: float = 0.0, *, has_plain: bool = True) -> None:
         assert min(measured, default=0) >= 1, "at least one point, and a forward has rows"
         assert all(0 < seconds < math.inf for seconds in measured.values()), "times are positive"
-        self._rows = sorted(measured)
-        self._seconds = self._measured = _non_decreasing([measured[rows] for rows in self._rows], [1] * len(measured))
+        self.rows = sorted(measured)
+        self._seconds = self.measured = _non_decreasing([measured[rows] for rows in self.rows], [1] * len(measured))
         self._curve: list[float] = []
         """Seconds by number of rows, as far as they were asked for since the last correction."""
-        self._middles = [math.sqrt(low * high) for low, high in pairwise(self._rows)]  # where another point is nearer
+        self._middles = [math.sqrt(low * high) for low, high in pairwise(self.rows)]  # where another point is nearer
         # A correction of point p counts for point q by _weights[p][q].
         self._weights = [
-            [0.5 ** (abs(math.log2(other / rows)) / CORRECTION_HALVING) for other in self._rows] for rows in self._rows
+            [0.5 ** (abs(math.log2(other / rows)) / CORRECTION_HALVING) for other in self.rows] for rows in self.rows
         ]
-        self._points = [_Point() for _ in self._rows]
+        self._points = [_Point() for _ in self.rows]
         self._plain = self._points[0] if has_plain else None
         self.fork_s = fork_s  # that each further branch of a tree takes beside its rows
         self._num_counted = 0
-        self._first: list[float] = []
-        """The first ratios, whatever their rows."""
+        self._first: list[float] = []  # ratios, whatever their rows
         self._pending: list[tuple[float, float, bool]] = []
         """Rows and seconds that the curve does not know yet: each round observes, but not each round reads."""
 
@@ -138,17 +137,17 @@ class StepTimes:
     def grid(self) -> dict[int, float]:
         """The curve as it stands, at the grid's points."""
         self._catch_up()
-        return dict(zip(self._rows, self._seconds, strict=True))
+        return dict(zip(self.rows, self._seconds, strict=True))
 
     def seconds(self, rows: float) -> float:
         """Return the seconds of a forward of this many rows."""
         if self._pending:
             self._catch_up()
-        return _interpolate(self._rows, self._seconds, (rows,))[0]
+        return _interpolate(self.rows, self._seconds, (rows,))[0]
 
     def covers(self, rows: float) -> bool:
         """Return whether so many rows are not too far beyond the grid for the curve to say anything of them."""
-        return rows <= MAX_BEYOND * self._rows[-1]
+        return rows <= MAX_BEYOND * self.rows[-1]
 
     def curve(self, max_rows: int) -> Sequence[float]:
         """Return the seconds by number of rows up to `max_rows` at least; entry 0 stands for no forward.
@@ -159,7 +158,7 @@ class StepTimes:
             self._catch_up()
         curve = self._curve
         if len(curve) <= max_rows:
-            curve += _interpolate(self._rows, self._seconds, range(len(curve), max_rows + 1))
+            curve += _interpolate(self.rows, self._seconds, range(len(curve), max_rows + 1))
         return curve
 
     def shared_curve(self, max_rows: int, num_sessions: int) -> Sequence[float]:
@@ -168,7 +167,7 @@ class StepTimes:
             return self.curve(max_rows)
         if self._pending:
             self._catch_up()
-        return _interpolate(self._rows, self._seconds, range(0, (max_rows + 1) * num_sessions, num_sessions))
+        return _interpolate(self.rows, self._seconds, range(0, (max_rows + 1) * num_sessions, num_sessions))
 
     def count_worth_verifying(self, log_probs: Sequence[float], tokens_per_s: float, rows: int = 1) -> int:
         """Return how many nodes are worth their rows, at the tokens per second that the target gives at present.
@@ -205,7 +204,7 @@ class StepTimes:
         pending, self._pending = self._pending, []
         for rows, seconds, is_rare in pending:
             nearest = bisect_left(self._middles, rows)
-            (measured,) = _interpolate(self._rows, self._measured, (rows,))
+            (measured,) = _interpolate(self.rows, self.measured, (rows,))
             point, ratio = self._points[nearest], math.log(seconds / measured)
             if is_rare or self._is_stale(point):
                 self._begin_anew(nearest, ratio, is_rare=is_rare)
@@ -219,7 +218,7 @@ class StepTimes:
         # A size that was never seen gives way to those that were.
         weights = [1 + min(point.num_observed, RATIO_WINDOW) for point in self._points]
         factors = [math.exp(point.correction) for point in self._points]
-        self._seconds = _non_decreasing(list(map(mul, self._measured, factors)), weights)
+        self._seconds = _non_decreasing(list(map(mul, self.measured, factors)), weights)
         self._curve = []
 
     def _observe_first(self, ratio: float) -> None:
@@ -258,13 +257,13 @@ class StepTimes:
         own = min(max(error, 0.0), seen.forgiven / step)
         seen.forgiven -= step * own
         seen.correction += step * error
-        most_s = self._measured[nearest] * math.exp(seen.correction)
+        most_s = self.measured[nearest] * math.exp(seen.correction)
         for number, (point, weight) in enumerate(zip(self._points, self._weights[nearest], strict=True)):
             if point is not seen and point is not plain:
                 is_new = point.num_observed < MIN_OBSERVED
                 point.correction += (step if is_new else CORRECTION_STEP) * weight * (error - own)
             # Fewer rows that are believed slower than these are believed wrongly.
-            is_disproved = number < nearest and self._measured[number] * math.exp(point.correction) > most_s
+            is_disproved = number < nearest and self.measured[number] * math.exp(point.correction) > most_s
             share = STALE_FORGIVENESS if self._is_stale(point) else 0.0
             if share or is_disproved:
                 least = max(seen.correction, 0.0) if point is plain else seen.correction
@@ -333,12 +332,14 @@ class PlainTimes:
         """Whether each branch attends to all of the text anew, as on a CPU."""
         self._more_s = deque[float](maxlen=RECENT_PLAIN)
 
-    def observe(self, timings: Timings, length: int) -> None:
-        """Count a round behind a text of so many tokens, unless others shared its step; one with a tree is a bound."""
+    def observe(self, timings: Timings, length: int) -> bool:
+        """Count a round behind so many tokens, unless others shared its step; return whether their cost is new."""
         if length >= LONG_TEXT and timings.batch_size == 1:
             more_s = max(timings.device_ms / 1e3 - self.start_s, 0.0) / length
             if timings.num_tokens == 1 or (self._more_s and more_s < min(self._more_s)):
-                self._more_s.append(more_s)
+                self._more_s.append(more_s)  # of a round with a tree it is a bound
+                return len(self._more_s) == MIN_OBSERVED and not self.text_token_s
+        return False
 
     def token_s(self, length: int) -> float:
         """Return the seconds that each token of so long a text adds to a forward; 0 if little is known of it.

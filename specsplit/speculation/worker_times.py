@@ -271,8 +271,10 @@ class WorkerTimes:
 
     def behind(self, length: int, timings: Timings | None = None) -> None:
         """Reckon with so long a text from now on, if it is alone at the target; `timings` are of a round behind it."""
-        if timings is not None:
-            self.plain.observe(timings, length)
+        if timings is not None and self.plain.observe(timings, length) and (seen := self.verify) is not None:
+            # Until now the text counted for the rows of trees.
+            self.verify = StepTimes(dict(zip(seen.rows, seen.measured, strict=True)), seen.fork_s)
+            self.verify_concurrent = None
         token_s = self.plain.token_s(length) if self.sessions.load == 1 else 0.0
         self.text_s, branch_s = length * token_s, self.plain.branch_tokens(length) * token_s
         if self.verify is not None:
@@ -316,8 +318,7 @@ class WorkerTimes:
         if levels <= 0 or device_s <= 0:
             return
         rows = max(timings.num_tokens * step_sessions(timings) / levels, 1.0)
-        if self._draft_alone is None:
-            self._draft_alone = DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
+        self._draft_alone = self._draft_alone or DraftTimes(StepTimes(dict.fromkeys(ROW_GRID, device_s / levels)))
         draft = self.draft
         assert draft is not None, "there are times of a session alone"
         draft.observe(levels, rows, device_s, wall_s)

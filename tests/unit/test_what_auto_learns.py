@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specsplit.core.types import ROOT, Proposal, Timings
 from specsplit.speculation.acceptance import lookup_cells
-from specsplit.speculation.constants import DECIDE_EARLY, DECIDE_EVERY, EARLY_ROUNDS
+from specsplit.speculation.constants import DECIDE_EARLY, DECIDE_EVERY, EARLY_ROUNDS, LONG_TEXT, MIN_OBSERVED
 from specsplit.speculation.cost_model import Decision
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner
+from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.token_tree import SpeculationTree
-from specsplit.speculation.worker_times import DraftTimes, StepTimes
-from tests.unit.test_speculation_stats import PATH, begun, decided, shared
+from specsplit.speculation.worker_times import DraftTimes, WorkerTimes
+from tests.unit.test_speculation_stats import PATH, STEEP, TARGET, begun, decided, shared
 
 
 def predicted(decision: Decision, mode: str) -> float:
@@ -55,6 +58,25 @@ def test_a_draft_that_becomes_slow_is_believed_slow_for_chains_too():
     for _ in range(20):
         draft.observe(3, 2.0, 3 * 0.011, 0.033)
     assert draft.level.seconds(1) > 0.005
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "found"])
+def test_what_trees_took_before_a_text_had_times_of_its_own_is_forgotten(is_told: bool):
+    """Else that text would count twice, for the rows of trees and beside them."""
+    times = WorkerTimes()
+    times.adopt(replace(TARGET, step_times=STEEP, text_token_s=10e-6 if is_told else 0.0), None)
+    length = 2 * LONG_TEXT
+
+    def observe_round(rows: int) -> None:
+        timings = Timings(num_forwards=1, num_tokens=rows, device_ms=1e3 * StepTimes(dict(STEEP)).seconds(rows) + 10.0)
+        times.behind(length, timings)
+        times.observe_round(timings, timings.device_ms / 1e3, 0.0, "tree" if rows > 1 else "plain", is_concurrent=False)
+
+    for rows in [5] * 10 + [1] * MIN_OBSERVED + [5] * 10:
+        observe_round(rows)
+    assert times.verify is not None
+    assert times.text_s == pytest.approx(0.01, rel=0.1)
+    assert times.verify.seconds(5) == pytest.approx(StepTimes(dict(STEEP)).seconds(5), rel=0.1)
 
 
 def test_decisions_are_close_to_each_other_until_the_workers_are_known():
