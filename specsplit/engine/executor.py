@@ -66,9 +66,8 @@ class Steppable(Protocol):
 class LoopTurn(Protocol):
     """Lets a caller on the event loop run steps by itself, for as long as the loop can do without a turn."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the event loop has waited long enough for its turn."""
+    def is_over(self, within_s: float = 0.0) -> bool:
+        """Return whether the event loop has waited long enough for its turn, or will have within so many seconds."""
         ...
 
     async def yield_to_loop(self) -> None:
@@ -272,10 +271,9 @@ class LoopExecutor:
             self._watch_team()
         return self if is_last and not self._busy else None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the event loop has waited long enough for its turn."""
-        return time.perf_counter() >= self._turn_end_s
+    def is_over(self, within_s: float = 0.0) -> bool:
+        """Return whether the event loop has waited long enough for its turn, or will have within so many seconds."""
+        return time.perf_counter() >= self._turn_end_s - within_s
 
     async def yield_to_loop(self) -> None:
         """Let the event loop have its turn; afterwards another one begins."""

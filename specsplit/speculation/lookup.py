@@ -44,7 +44,7 @@ class LookupTree:
         return len(self.cells)
 
     def path_log_probs(self, log_probs: Sequence[float]) -> list[float]:
-        """Return each node's estimate together with those above it, by the cells' `log_probs`."""
+        """Return the log-probability of each node's whole path; `log_probs` are those of the cells."""
         paths: list[float] = []
         for parent, cell in zip(self.nodes.parents, self.cells, strict=True):
             paths.append((paths[parent] if parent >= 0 else 0.0) + log_probs[cell])

@@ -161,7 +161,7 @@ class LookupShare:
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
-        """That of all that lookup finds: in a tree the draft's share of it counts as agreed, and the rest is worse."""
+        """Counts all that lookup finds. In a tree's table what the draft knows too is elsewhere, and the rest worse."""
         self._num_alone = self._num_taken = self._taken_s = 0.0
 
     def observe(self, num_alone: int, num_taken: int, taken_s: float) -> None:

@@ -82,7 +82,7 @@ class StepTimes:
     and a plain forward believed slow is never run, so that nobody would see the mistake. If they have slowed it,
     forwards of other sizes lead it slowly back to what was measured at the start, so that it is tried again. If the
     first forwards of all are quicker than was measured, as after a start beside other work, the whole curve is at once.
-    Without `has_plain` it follows the others. A point that was not seen for long is believed about as slow as those
+    Without `has_plain` it is like the others. A point that was not seen for long is believed about as slow as those
     that are, since what slowed it may be over.
     """
 

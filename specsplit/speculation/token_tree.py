@@ -365,13 +365,13 @@ class SpeculationTree:
         self.sent_numbers = [UNNUMBERED] * len(self.cells)
 
     def drafted_ranks(self) -> dict[int, int]:
-        """Return the place by estimate of each node that the draft knows among such siblings, 0 for the likeliest."""
-        nodes, ranks, num_ranked = self.nodes, dict[int, int](), dict[int, int]()
+        """Return each drafted node's place among drafted siblings, 0 for the likeliest by what the draft alone says."""
+        parents, cells, estimates = self.nodes.parents, self.agreed_cells, self._acceptance.log_probs
         drafted = [node for node, number in enumerate(self.drafted.numbers) if number]
-        for node in sorted(drafted, key=nodes.log_probs.__getitem__, reverse=True):
-            parent = nodes.parents[node]
-            rank = ranks[node] = num_ranked.get(parent, 0)
-            num_ranked[parent] = rank + 1
+        ranks, num_ranked = dict[int, int](), dict[int, int]()
+        for node in sorted(drafted, key=lambda node: estimates[cells[node] - FIRST_AGREED], reverse=True):
+            rank = ranks[node] = num_ranked.get(parents[node], 0)
+            num_ranked[parents[node]] = rank + 1
         return ranks
 
     def below(self, path: Sequence[int]) -> SpeculationTree:

@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from specsplit.core.errors import (
@@ -45,6 +45,8 @@ RECONNECT_S = 2.5
 LOOK_S = 1.0
 """Period at which a coordinator looks whether its chain is whole."""
 TAKEN_S = 10.0
+_MEASUREMENTS = 3
+"""Times at most that a chain is measured, if it is made anew meanwhile."""
 _AT_ONCE_S = 0.02
 """A packet that takes a stage less is computed on its event loop: health checks can wait so long."""
 _log = logging.getLogger(__name__)
@@ -261,19 +263,31 @@ async def mend_chain(engine: Engine, link: RemoteChain) -> None:
 
 
 async def _measure_chain(engine: Engine, link: RemoteChain, incidents: ChainLog) -> None:
-    """Measure forwards of a chain; a stage that hangs meanwhile is given up, as it is later."""
+    """Measure forwards of a chain; a stage that hangs meanwhile is given up, as it is later.
+
+    What was measured while the chain was made anew is measured again: it is no time of these stages.
+    """
 
     async def look() -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await link.look()
+            try:
+                await link.look()
+            except Exception:  # noqa: BLE001 - whatever it was, the next look shall come
+                _log.exception("the chain could not be looked at")
             incidents.write_new()
 
     looking = asyncio.create_task(look())
     try:
-        await engine.measure()
+        for _ in range(_MEASUREMENTS):
+            num_connections = link.statistics.num_connections
+            await engine.measure()
+            if link.statistics.num_connections == num_connections:
+                break
     finally:
         looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
 
 
 async def _watch_chain(link: RemoteChain, incidents: ChainLog, server: Server, devices: Sequence[Device]) -> None:

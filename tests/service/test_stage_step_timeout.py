@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from specsplit.core.sections import StageSettings
+from specsplit.rpc.clients import RemoteVerifier
 from specsplit.stages.chain.stage import StageEngine
 from specsplit.stages.packet import Packet
 from tests.support.processes import WorkerProcess
 from tests.support.stage_processes import generated, sent_again, served_stages
 
 STEP_TIMEOUT_S = 4.5
+
+
+async def step_times(address: str) -> Sequence[tuple[int, float]]:
+    verifier = RemoteVerifier(address)
+    try:
+        return (await verifier.ping()).step_times
+    finally:
+        await verifier.aclose()
 
 
 @pytest.mark.slow
@@ -30,7 +40,9 @@ def test_a_step_that_never_ends_is_given_up_when_the_setting_says(
     forward = StageEngine.forward
 
     async def forward_or_hang(stage: StageEngine, packet: Packet) -> Packet:
-        if may_hang.is_set() and not hung and stage.index == 1 and packet.sessions[0].start > 20:
+        session = packet.sessions[0]
+        is_the_one = session.start > 20 if when == "serving" else len(session.hashes) == 5
+        if may_hang.is_set() and not hung and stage.index == 1 and is_the_one:
             hung.append(stage)
         if stage in hung:
             await asyncio.Event().wait()
@@ -45,6 +57,8 @@ def test_a_step_that_never_ends_is_given_up_when_the_setting_says(
         target = WorkerProcess("target", tmp_path, *where, "--step-timeout", str(STEP_TIMEOUT_S))
         try:
             address = target.address
+            assert bool(hung) == (when == "measuring")
+            assert max(seconds for _, seconds in asyncio.run(step_times(address))) < 1, "no forward that hung is told"
             may_hang.set()
             assert generated(capfd, "--mode", "plain", "--target", address) == text
             assert len(hung) == 1
@@ -56,4 +70,4 @@ def test_a_step_that_never_ends_is_given_up_when_the_setting_says(
     assert told_s, told
     assert all(seconds > STEP_TIMEOUT_S for seconds in told_s)
     assert f"the spare at {spare} took a stage's place" in told
-    assert [reason for reason, _ in sent_again(target)] == ["lost", "behind"]
+    assert [reason for reason, _ in sent_again(target)] == ["lost", "behind"][: 1 + (when == "serving")]

@@ -40,6 +40,22 @@ def test_what_lookup_alone_knows_is_not_expected_of_the_draft():
     assert predicted(with_lookup, "pingpong") == predicted(without, "pingpong")
 
 
+def test_the_drafts_first_child_is_the_one_that_itself_has_put_first():
+    """Though lookup agrees with the second, which is right: of a tree to come nobody knows with what it will agree."""
+    profiles: list[float] = []
+    for is_looked_up in (False, True):
+        stats = begun()
+        for _ in range(40):
+            stats.times.observe_propose(Timings(device_ms=0.4, num_forwards=1, num_tokens=2), 0.0005)
+            tree = SpeculationTree(0, 16, stats.acceptance)
+            if is_looked_up:
+                tree.merge(PATH.nodes, PATH.cells)
+            tree.take(Proposal(1, 0, (9, 0), (ROOT, ROOT), (-0.6875, -0.75)), 8, 0)
+            stats.observe_tree(tree, [0])
+        profiles.append(predicted(decided(stats), "pingpong"))
+    assert profiles[0] == profiles[1]
+
+
 def test_lookup_is_not_judged_by_the_nodes_that_the_draft_has_left_it():
     """Where the draft knows lookup's good nodes, too, those of lookup alone are bad ones."""
     alone, beside = begun(), begun()
@@ -51,6 +67,18 @@ def test_lookup_is_not_judged_by_the_nodes_that_the_draft_has_left_it():
     expected = decided(alone).tokens_per_s
     assert expected > 2 * decided(begun()).tokens_per_s
     assert decided(beside).tokens_per_s == pytest.approx(expected)
+
+
+def test_lookup_that_was_wrong_is_expected_to_be_so():
+    wrong = begun()
+    for _ in range(100):
+        wrong.observe_lookup(PATH, [9])
+    for _ in range(8):
+        wrong.observe_lookup(PATH, range(9))
+    right = begun()
+    for _ in range(8):
+        right.observe_lookup(PATH, range(9))
+    assert decided(wrong).tokens_per_s < 0.9 * decided(right).tokens_per_s
 
 
 def test_a_draft_that_becomes_slow_is_believed_slow_for_chains_too():

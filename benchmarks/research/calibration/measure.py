@@ -27,10 +27,19 @@ from specsplit.sampling.processors import process_logits
 from specsplit.sampling.sampler import Sampler
 from specsplit.speculation.acceptance import FIRST_AGREED, lookup_cells
 from specsplit.speculation.statistics import SpeculationStats
-from specsplit.speculation.token_tree import SpeculationTree
+from specsplit.speculation.token_tree import SpeculationTree, TokenTree
 
 (_FIRST_LOOKUP,) = lookup_cells([1], [1], [0])
 """Cells are in this order: the draft's, those where lookup agrees, lookup's alone."""
+
+
+def _sibling_ranks(nodes: TokenTree) -> list[int]:
+    """Return each node's place among its siblings by estimate, 0 for the likeliest."""
+    ranks, num_ranked = [0] * len(nodes.parents), dict[int, int]()
+    for node in sorted(range(len(ranks)), key=nodes.log_probs.__getitem__, reverse=True):
+        rank = ranks[node] = num_ranked.get(nodes.parents[node], 0)
+        num_ranked[nodes.parents[node]] = rank + 1
+    return ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,7 @@ class WatchedExperience(SpeculationStats):
         """Keep what is decided, before anything is learned from it."""
         decided = tree.nodes.tested(token_ids)
         if tree.root_position == len(self._text) - 1:
-            ranks, text = tree.sibling_ranks(), [*self._text, *token_ids]
+            ranks, text = _sibling_ranks(tree.nodes), [*self._text, *token_ids]
             self.nodes += [self._node(tree, node, ranks[node], text, is_right=is_right) for node, is_right in decided]
         else:
             self.num_late += len(decided)
