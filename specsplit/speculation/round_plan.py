@@ -175,7 +175,7 @@ class RoundPlanner:
             stats.counts_plain = True  # turns are taken by decided rounds, and there are none
             return _PLAIN
         decision = stats.last_decision(modes, self._limits, has_draft=has_draft)
-        every = DECIDE_EARLY if stats.num_rounds < EARLY_ROUNDS else DECIDE_EVERY
+        every = DECIDE_EARLY if has_draft and stats.num_rounds < EARLY_ROUNDS else DECIDE_EVERY
         is_turn = self._num_rounds % every == 1
         if decision is None or (is_turn and stats.is_decision_due(modes, self._limits, has_draft=has_draft)):
             decision = stats.decide(modes, self._limits, has_draft=has_draft)

@@ -133,8 +133,7 @@ class TimedDevice:
     def try_run_inline(self, session: str) -> Self | None:
         return self if not self._workers and self._net.rng.random() < 0.5 else None
 
-    @property
-    def is_over(self) -> bool:
+    def is_over(self, within_s: float = 0.0) -> bool:
         return self._net.rng.random() < 0.8
 
     async def yield_to_loop(self) -> None:
