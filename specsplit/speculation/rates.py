@@ -161,7 +161,7 @@ class LookupShare:
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
-        """Counts all that lookup finds. In a tree's table what the draft knows too is elsewhere, and the rest worse."""
+        """Counts all that lookup finds, not only what the draft has left it as a tree's own table does."""
         self._num_alone = self._num_taken = self._taken_s = 0.0
 
     def observe(self, num_alone: int, num_taken: int, taken_s: float) -> None:

@@ -268,16 +268,12 @@ async def _measure_chain(engine: Engine, link: RemoteChain, incidents: ChainLog)
     What was measured while the chain was made anew is measured again: it is no time of these stages.
     """
 
-    async def look() -> None:
+    async def look_on() -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            try:
-                await link.look()
-            except Exception:  # noqa: BLE001 - whatever it was, the next look shall come
-                _log.exception("the chain could not be looked at")
-            incidents.write_new()
+            await _look(link, incidents)
 
-    looking = asyncio.create_task(look())
+    looking = asyncio.create_task(look_on())
     try:
         for _ in range(_MEASUREMENTS):
             num_connections = link.statistics.num_connections
@@ -290,6 +286,15 @@ async def _measure_chain(engine: Engine, link: RemoteChain, incidents: ChainLog)
             await looking
 
 
+async def _look(link: RemoteChain, incidents: ChainLog) -> None:
+    """Give up a chain whose stage hangs, and log what has happened to it."""
+    try:
+        await link.look()
+    except Exception:  # noqa: BLE001 - whatever it was, the next look shall come
+        _log.exception("the chain could not be looked at")
+    incidents.write_new()
+
+
 async def _watch_chain(link: RemoteChain, incidents: ChainLog, server: Server, devices: Sequence[Device]) -> None:
     """Answer health checks by whether the chain is whole and the devices of this process compute.
 
@@ -298,8 +303,7 @@ async def _watch_chain(link: RemoteChain, incidents: ChainLog, server: Server, d
     """
     loop, taken_s = asyncio.get_running_loop(), None
     while True:
-        await link.look()
-        incidents.write_new()
+        await _look(link, incidents)
         taken_s = (taken_s or loop.time()) if isinstance(link.trouble, PeerMismatch) else None
         is_taken = taken_s is not None and loop.time() - taken_s >= TAKEN_S
         is_ready = link.trouble is None and all(device.is_well for device in devices)
