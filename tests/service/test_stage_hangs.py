@@ -14,10 +14,12 @@ from specsplit.core.errors import SpecSplitError, WorkerUnreachable
 from specsplit.core.sections import TargetSettings
 from specsplit.rpc.channel import Duplex
 from specsplit.rpc.clients import RemoteVerifier
+from specsplit.stages import serve
 from specsplit.stages.loading import Coordinator
 from specsplit.stages.packet import Packet
 from specsplit.stages.serve import RECONNECT_S, serving_chain
 from specsplit.stages.wire.next_stage import NextLink
+from specsplit.stages.wire.remote_chain import RemoteChain
 from tests.support.disturbed import check_noticed
 from tests.support.processes import LIMIT_S, SILENT_S
 from tests.support.remote_chains import (
@@ -280,3 +282,22 @@ async def test_a_stage_that_hangs_does_not_hold_up_the_end_of_its_target() -> No
                 await stuck.wait()
             with pytest.raises(SpecSplitError):
                 await writing
+
+
+async def test_a_look_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, num_looks = shards("stages"), 0
+
+    async def look(chain: RemoteChain) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        raise OSError("The weights' index cannot be read.")
+
+    monkeypatch.setattr(RemoteChain, "look", look)
+    monkeypatch.setattr(serve, "LOOK_S", 0.01)
+    async with served(parts.stages) as hosts:
+        coordinator = Coordinator(parts.model, parts.ends, expected_of(parts), ())
+        stages = tuple(host.address for host in hosts)
+        settings = TargetSettings(stages=stages, sessions=4, context=160, listen=LOOPBACK)
+        async with serving_chain(coordinator, settings):
+            before = num_looks
+            await wait_until(lambda: num_looks > before + 2)
