@@ -150,6 +150,7 @@ class Duplex:
         self._call, self._channel = call, channel
         self._lost: SpecSplitError | None = None
         """Error of a write that failed."""
+        self._is_cancelled = False
 
     async def write(self, data: bytes) -> None:
         """Send a message when the peer has room for it.
@@ -165,7 +166,7 @@ class Duplex:
             await self._raise_end(failure)
         except asyncio.CancelledError:
             self._raise_if_lost()
-            self._call.cancel()
+            self.cancel()
             raise
 
     async def _send(self, data: bytes) -> None:
@@ -204,6 +205,9 @@ class Duplex:
     def _raise_if_lost(self) -> None:
         """Raise the reason if it was not the caller that ended the call."""
         self._channel.raise_if_closed()
+        task = asyncio.current_task()
+        if self._lost is None and not self._is_cancelled and task is not None and not task.cancelling():
+            self._lost = self._channel.cut()  # by grpc.aio, as the connection of before a rotation is closed
         if self._lost is not None:
             raise self._lost from None
 
@@ -214,4 +218,5 @@ class Duplex:
 
     def cancel(self) -> None:
         """Break the call off; doing so again has no effect."""
+        self._is_cancelled = True
         self._call.cancel()
