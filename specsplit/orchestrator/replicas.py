@@ -25,7 +25,7 @@ from specsplit.core.ports import Verifier, VerifyStream
 from specsplit.core.types import Identity, Proposal, Scores, StreamLimits, TokenizerFiles, Turn, Verdict
 from specsplit.orchestrator.audit_counts import AuditCounts
 from specsplit.orchestrator.replica import Replica
-from specsplit.orchestrator.retry import ReplicaLost
+from specsplit.orchestrator.retry import ReplicaFull, ReplicaLost
 
 PING_S = 1.0
 """Period of pings, and the time for an answer."""
@@ -258,23 +258,27 @@ class ReplicaSession:
         not answered in time.
 
         Raises:
-            NoFreeSlot: it is full, and there is a replica that was not asked yet.
+            ReplicaFull: it is full, and there is a replica that was not asked yet.
+            ReplicaLost: it cannot be reached, and the next one is ready.
         """
         try:
             yield member
         except NoFreeSlot as error:
-            is_last = {*self._left, member}.issuperset(self.replicas.serving)
+            is_last = self._was_last(member)
             self._move(member)
             if is_last:
                 raise
             # Not Overloaded: whoever asks again at once is not sent away for a while.
-            raise NoFreeSlot(str(error)) from error
+            raise ReplicaFull(str(error)) from error
         except WorkerUnreachable as error:
+            is_last = self._was_last(member)
             member.say(is_ready=False, why=str(error))
             self._move(member)
-            if self._replica.is_ready:
-                raise ReplicaLost(str(error)) from error
-            raise
+            if not self._replica.is_ready:
+                raise
+            lost = ReplicaLost(str(error))
+            lost.is_next_new = not is_last
+            raise lost from error
         except (DeadlineExceeded, WorkerFailed):
             self._move(member)
             raise
@@ -285,6 +289,10 @@ class ReplicaSession:
             else:
                 self._unanswered = turn, member
             raise
+
+    def _was_last(self, member: Replica) -> bool:
+        """Return whether `member` was the last of those that serve to be asked, before it is said to be lost."""
+        return {*self._left, member}.issuperset(self.replicas.serving)
 
     def _trusted(self) -> Replica:
         """Return the session's replica, another one than before if that was quarantined."""

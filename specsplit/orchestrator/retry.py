@@ -40,6 +40,15 @@ _LEAST_TRY_S = 5.0
 class ReplicaLost(WorkerUnreachable):
     """One of several targets cannot be reached any more, and another one that is ready is asked next."""
 
+    is_next_new = False
+    """Whether that one was not asked yet."""
+
+
+class ReplicaFull(NoFreeSlot):
+    """One of several targets is full, and another one that was not asked yet is asked next."""
+
+    is_next_new = True
+
 
 class _OutOfTime(DeadlineExceeded):
     """The request's own deadline passed, not that of a call."""
@@ -173,7 +182,8 @@ class Retrier:
 
         The time for which a target that refuses says to wait does not count as `retry_s`, up to MAX_REFUSED_S.
         Nor does that of an attempt which lasted longer, until its target was lost, if another replica is ready, or
-        until the target sent it away from its queue, in which it keeps the place.
+        until the target sent it away from its queue, in which it keeps the place. However short `retry_s` is, each
+        replica is asked once.
 
         Raises:
             Overloaded: as soon as it comes, unless it `waits_when_full`, or where it does not wait for streams.
@@ -190,8 +200,8 @@ class Retrier:
                 # Places and a caller's tokens come back with time, and the target says when: no attempt is in vain.
                 end_s = min(end_s + error.retry_after_s, most_s)
             # The pause never outlives the end, so the last attempt begins in time.
-            left_s = end_s - self._loop.time()
-            if left_s <= 0:
+            left_s, is_next_new = end_s - self._loop.time(), getattr(error, "is_next_new", False)
+            if left_s <= 0 and not is_next_new:
                 raise self._given_up(error, self._loop.time() - began_s)
             if isinstance(error, Overloaded):
                 # The worker spreads those whom it refuses over time, so there is nothing to jitter or to double.
@@ -200,11 +210,12 @@ class Retrier:
                 if (listener := current_listener()) is not None:
                     listener(Progress(retry_after_s=wait_s))
             else:
-                wait_s = min(self.policy.rng.uniform(0, pause_s), left_s)
+                wait_s = max(0.0, min(self.policy.rng.uniform(0, pause_s), left_s))
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             await asyncio.sleep(wait_s)
             tried_s, self._queued_s = self._loop.time(), -math.inf
-            left_s = max(end_s - tried_s, min(_LEAST_TRY_S, self.policy.retry_s))
+            least_s = _LEAST_TRY_S if is_next_new else min(_LEAST_TRY_S, self.policy.retry_s)
+            left_s = max(end_s - tried_s, least_s)
             try:
                 with listening(self._noting(current_listener())):
                     return await self._attempt(again, self._limit_s(left_s, work_s))

@@ -55,13 +55,13 @@ class Killable(FakeTarget):
         return stream
 
 
-def made(*targets: FakeTarget, mode: Mode = "plain") -> Orchestrator:
-    return over(Replicas({f"target-{number}": target for number, target in enumerate(targets)}), mode)
+def made(*targets: FakeTarget, mode: Mode = "plain", retry_s: float = 5.0) -> Orchestrator:
+    return over(Replicas({f"target-{number}": target for number, target in enumerate(targets)}), mode, retry_s)
 
 
-def over(together: Replicas, mode: Mode = "plain") -> Orchestrator:
+def over(together: Replicas, mode: Mode = "plain", retry_s: float = 5.0) -> Orchestrator:
     draft = FakeDraft() if mode in ("pingpong", "overlap", "stream") else None
     speculation = Speculation(mode=mode, lookup=False, nodes=4, depth=2, branching=2)
     return Orchestrator(
-        together, draft, FakeTokenizer(), speculation, retry_policy=RetryPolicy(retry_s=5, waits_when_full=False)
+        together, draft, FakeTokenizer(), speculation, retry_policy=RetryPolicy(retry_s=retry_s, waits_when_full=False)
     )

@@ -14,14 +14,15 @@ from specsplit.core.errors import (
     Overloaded,
     SpecSplitError,
     WorkerFailed,
+    WorkerUnreachable,
 )
-from specsplit.core.types import Proposal, Scores
+from specsplit.core.types import Proposal, Scores, Turn, Verdict
 from specsplit.orchestrator import replicas
 from specsplit.orchestrator.replicas import Replicas
 from tests.contract.session_contract import Script
 from tests.support.fakes import FakeTarget
 from tests.support.language import Biases
-from tests.support.replicas import Killable, made
+from tests.support.replicas import REQUEST, Killable, made
 from tests.support.virtual_time import run_virtual
 
 
@@ -71,6 +72,24 @@ def test_a_score_that_all_refuse_is_sent_away_with_the_time_to_come_back() -> No
         assert [target.num_refused for target in targets] == [1, 1]
 
     run_virtual(main)
+
+
+class RefusesRounds(RefusesScores):
+    """A target that answers every round with an error as well."""
+
+    async def verify(self, turn: Turn, proposal: Proposal) -> Verdict:
+        self.num_refused += 1
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [Overloaded("it is full", 60.0), WorkerUnreachable("it is lost")], ids=repr)
+async def test_without_time_to_retry_each_replica_is_asked_once(error: SpecSplitError) -> None:
+    refusing = [RefusesRounds(error) for _ in range(3)]
+    result = await made(*refusing, FakeTarget(), retry_s=0.0).generate(REQUEST)
+    assert result.token_ids == (await made(FakeTarget()).generate(REQUEST)).token_ids
+    with pytest.raises(type(error)):
+        await made(*refusing, retry_s=0.0).generate(REQUEST)
+    assert [target.num_refused for target in refusing[:2]] == [2, 2]
 
 
 async def test_a_replica_that_was_silent_frees_what_was_left_there() -> None:
