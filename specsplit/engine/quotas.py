@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -35,7 +35,7 @@ class _Spending:
     caller: str
     num_tokens: int
     session: str = ""
-    replay: int = 0
+    replay: Sequence[int] = ()
     """Tokens that the session could bring again at no cost."""
     has_committed: bool = False
     """Whether it is a stream that has had something for it."""
@@ -79,11 +79,11 @@ class CallerQuotas:
         """
         caller, key = self.caller_of(turn), _key(turn)
         self._check_tokens(caller)
-        replay = self._replays.take(turn.session) if turn.may_open else 0
+        replay = self._replays.take(turn.session, turn.tail) if turn.may_open else 0
         num_tokens = len(turn.tail) - replay
         if replay or not turn.may_open:
             num_tokens -= 1  # behind the prompt, the last token of a tail was counted when it was generated
-        spending = _Spending(caller, max(0, num_tokens), turn.session, replay)
+        spending = _Spending(caller, max(0, num_tokens), turn.session, turn.tail[:replay])
         with self._spend(spending):
             if turn.may_open:
                 self._check_sessions(caller, turn.session)

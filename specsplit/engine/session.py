@@ -387,7 +387,7 @@ class SessionTable:
 
     def _forget(self, session: WorkerSession) -> None:
         del self._sessions[session.key]
-        self.replays.grant(session.key, session.num_answered)
+        self.replays.grant(session.key, session.ids[: session.num_answered])
         self.idle.forget(session.key)
         self.seniority.end(session.key)
         session.kept = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from specsplit.core.types import Proposal, SessionParams, StreamLimits, Turn, Ve
 from specsplit.draft.engine import DraftEngine
 from specsplit.engine import caller_limits, quotas
 from specsplit.engine.caller_limits import CallerLimits
+from specsplit.engine.replays import Replays
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Request
 from specsplit.rpc.clients import RemoteVerifier
@@ -113,6 +114,37 @@ async def test_a_replay_after_a_lost_slot_costs_no_tokens(lose: Callable[..., Aw
         await verifier.close("busy")
         await verified(verifier, turn_of(14, 0, 1))  # a replay for which the client ended its session itself
         assert await is_in_debt(verifier)
+
+
+async def test_a_replay_is_no_payment_for_another_prompt() -> None:
+    async with served(1.0) as (verifier, engine, clock):
+        await verified(verifier, turn_of(12, 0, 1))
+        await evict(verifier, engine, clock)
+        clock.time_s += 60.0
+        own = turn_of(12, 0, 1, epoch=2)
+        other = replace(own, tail=(9, *own.tail[1:]))
+        await verifier.verify(other, without_tree(other))
+        assert await is_in_debt(verifier)
+
+
+@pytest.mark.parametrize(
+    ("tail", "num_free"),
+    [
+        (range(100), 100),
+        (range(120), 100),
+        ([*range(98), 7, 7, 7], 98),  # a draft's last tokens were guesses
+        (range(60), 36),  # compared are 36 tokens, 68, 84 and so on
+        ([7, *range(1, 100)], 0),
+        ((), 0),
+    ],
+    ids=str,
+)
+def test_a_replay_is_for_the_tokens_that_were_there(tail: Sequence[int], num_free: int) -> None:
+    replays = Replays()
+    replays.grant("a session", range(100))
+    assert replays.take("another one", tail) == 0
+    assert replays.take("a session", tail) == num_free
+    assert replays.take("a session", tail) == 0, "once only"
 
 
 async def test_a_replay_after_a_preemption_costs_no_tokens() -> None:
