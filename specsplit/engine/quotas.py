@@ -59,8 +59,8 @@ class CallerQuotas:
         """Refusals so far by the limit."""
         self._kept_of, self._params_of, self._replays = kept_of, params_of, replays
         self._limits, self._rate = CallerLimits(), TokenRate(None, now)
-        self._openings = Counter[tuple[str, str]]()
-        """Calls under way that open a session, by caller and session."""
+        self._turns = Counter[tuple[str, str]]()
+        """Calls under way by caller and session: it may not be there yet, or not be in use again."""
         self._streams = Counter[str]()
         """Open streams by caller."""
         self._spendings: dict[tuple[str, int, int], _Spending] = {}
@@ -85,16 +85,14 @@ class CallerQuotas:
             num_tokens -= 1  # behind the prompt, the last token of a tail was counted when it was generated
         spending = _Spending(caller, max(0, num_tokens), turn.session, turn.tail[:replay])
         with self._spend(spending):
-            if turn.may_open:
-                self._check_sessions(caller, turn.session)
-                self._openings[caller, turn.session] += 1
+            self._check_sessions(caller, turn)
+            self._turns[caller, turn.session] += 1
             self._spendings[key] = spending
             try:
                 yield
             finally:
                 self._spendings.pop(key, None)  # a repeat of the turn may have taken its place, and gone
-                if turn.may_open:
-                    _discard(self._openings, (caller, turn.session))
+                _discard(self._turns, (caller, turn.session))
 
     @contextmanager
     def spending(self, caller: str, num_tokens: int) -> Generator[None]:
@@ -173,12 +171,15 @@ class CallerQuotas:
         params = turn.opening or self._params_of(turn.session)
         return caller_of(params) if params is not None else ""
 
-    def _check_sessions(self, caller: str, session: str) -> None:
+    def _check_sessions(self, caller: str, turn: Turn) -> None:
+        """Check a turn that opens a session, or goes on with one that anybody could have evicted meanwhile."""
         most = self._limits.sessions
         if most is None:
             return
-        opening = {each for who, each in self._openings if who == caller}
-        if len({session, *opening, *self._kept_of(caller)}) > most:
+        others = {*(each for who, each in self._turns if who == caller), *self._kept_of(caller)}
+        if not turn.may_open and (turn.session in others or self._params_of(turn.session) is None):
+            return
+        if len({turn.session, *others}) > most:
             raise self._refusal("sessions", f"This caller has {most} sessions here, as many as one may have")
 
     def _check_tokens(self, caller: str) -> None:

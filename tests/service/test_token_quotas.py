@@ -1,4 +1,4 @@
-"""Tokens per second of one caller at a worker, over real sockets: what is counted once, and what a stream waits for."""
+"""Limits of one caller at a worker, over real sockets and a clock set by hand: tokens per second, and who comes back."""
 
 from __future__ import annotations
 
@@ -167,6 +167,30 @@ async def test_a_replay_after_a_preemption_costs_no_tokens() -> None:
     await answered(turn_of(13, 0, 1, epoch=2))
     await answered(turn_of(14, 13, 2, epoch=2))
     await target.aclose()
+
+
+async def test_sessions_that_come_back_count_as_sessions_again() -> None:
+    keys = ("first", "second", "third", "fourth")
+    async with served(1e6, num_slots=4) as (verifier, engine, clock):
+        engine.quotas.limit(CallerLimits(sessions=2))
+        for key in keys:
+            await verified(verifier, turn_of(12, 0, 1, key))
+            clock.time_s += GRACE_S / 2  # so anybody could evict the first two by now
+
+        def goes_on(key: str, number: int) -> Awaitable[Verdict]:
+            return verified(verifier, turn_of(12 + number, 11 + number, 1 + number, key))
+
+        for number in (1, 2):
+            for key in ("third", "fourth"):
+                await goes_on(key, number)
+            for key in ("first", "second"):
+                with pytest.raises(Overloaded) as refused:
+                    await goes_on(key, 1)
+                assert refused.value.limit == "sessions"
+        await verifier.close("third")
+        await goes_on("first", 1)
+        with pytest.raises(Overloaded):
+            await goes_on("second", 1)
 
 
 async def test_the_first_commit_of_a_stream_waits_for_no_tokens() -> None:
