@@ -32,6 +32,8 @@ from specsplit.speculation.worker_times import DecodingSessions
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _MOST_PING_PAUSE_S, MOST_COOLDOWN_S = 0.05, 2.0, 5.0
 _PING_S = 3.0
+_KNOWN_S = 1.0
+"""Time for which a draft that said who it is need not be asked again."""
 _MEETING_S = 2.0
 """Limit of the first ping, which has a connection to make."""
 
@@ -158,13 +160,15 @@ class TargetPeer:
 class DraftPeer:
     """One draft in front of one target: who it is, and whether it is to be asked.
 
-    It is pinged in the background only while a session could use it (`enter`, `leave`).
+    It is pinged in the background only while a session could use it (`enter`, `leave`): until it answers, and once
+    when a session begins, since it may be another one by now.
     """
 
     def __init__(self, drafter: Drafter, target: TargetPeer, rng: random.Random) -> None:
         self.drafter = drafter
         self.target = target
-        self.identity: Identity | None = None
+        self._answered: tuple[Identity, float] | None = None
+        """Who it was when it was asked last, and when that was."""
         self.trouble: Reason | None = "unreachable"
         """Why nobody asks before a ping is answered, None if it is well."""
         self.cooldown, self.closings = Cooldown(), Closings()
@@ -175,7 +179,12 @@ class DraftPeer:
         """Whether requests were served before, with it or without."""
         self._up_since_s = -math.inf
         self._num_sessions = 0
-        self._recovery: asyncio.Task[None] | None = None
+        self._pinging: asyncio.Task[None] | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who it is; None before it has answered."""
+        return self._answered[0] if self._answered is not None else None
 
     async def meet(self, target: Identity, remaining_s: float) -> None:
         """Ask the draft who it is, in front of a new `target`; one that is silent is asked again in the background.
@@ -202,7 +211,7 @@ class DraftPeer:
                 return  # a short wait says nothing about the draft, which all requests share
             self.trouble = _reason_of_silence(error)
             # Sessions of other orchestrators may be running, and none of them would begin to ping.
-            self._start_recovery()
+            self._start_pinging()
             _log.warning(
                 "the draft cannot be used, decoding plainly until it can: %s", str(error) or "no answer to a ping"
             )
@@ -223,7 +232,7 @@ class DraftPeer:
                 f"The draft {identity.model} and the target {target.model} have different vocabularies; "
                 "choose a draft of the target's own family or use --mode plain."
             )
-        self.identity = identity
+        self._answered = identity, asyncio.get_running_loop().time()
 
     def delay(self, asked_s: float, now_s: float) -> None:
         """Count a call begun at `asked_s` whose answer is not waited for any longer."""
@@ -240,25 +249,39 @@ class DraftPeer:
             # A call that began before the last recovery says nothing about the draft of today.
             _log.info("the draft failed, decoding plainly until it answers: %r", error)
             self.trouble = reason
-            self._start_recovery()
+            self._start_pinging()
 
     def enter(self) -> None:
         """Count a session that could use the draft."""
         self._num_sessions += 1
-        self._start_recovery()
+        answered_s = self._answered[1] if self._answered is not None else -math.inf
+        if self.trouble is not None or asyncio.get_running_loop().time() - answered_s >= _KNOWN_S:
+            self._start_pinging()
 
     async def leave(self) -> None:
         """Count the end of a session; without any, nobody pings."""
         self._num_sessions -= 1
-        if self._num_sessions == 0 and self._recovery is not None:
-            recovery, self._recovery = self._recovery, None
-            recovery.cancel()
-            await asyncio.wait({recovery})
+        if self._num_sessions == 0 and self._pinging is not None:
+            pinging, self._pinging = self._pinging, None
+            pinging.cancel()
+            await asyncio.wait({pinging})
 
-    def _start_recovery(self) -> None:
-        is_wanted = self.trouble is not None and self._num_sessions > 0
-        if is_wanted and (self._recovery is None or self._recovery.done()):
-            self._recovery = asyncio.get_running_loop().create_task(self._recover(), name="specsplit-draft-recovery")
+    def _start_pinging(self) -> None:
+        if self._num_sessions > 0 and (self._pinging is None or self._pinging.done()):
+            self._pinging = asyncio.get_running_loop().create_task(self._ping(), name="specsplit-draft-ping")
+
+    async def _ping(self) -> None:
+        """Ask a draft that is well who it is by now, then do what is needed until it is well."""
+        if self.trouble is None:
+            try:
+                async with asyncio.timeout(_PING_S):
+                    await self.check()
+            except (VocabularyMismatch, PeerMismatch) as error:
+                self._refuse(error)
+            except Exception as error:  # noqa: BLE001 - whether it is lost its calls tell
+                _log.debug("the draft did not answer a ping", exc_info=error)
+        if self.trouble is not None:
+            await self._recover()
 
     async def _recover(self) -> None:
         """Ping until a draft for this target answers; one for another target is pinged again now and then."""
@@ -287,7 +310,7 @@ class DraftPeer:
         if self.trouble != "mismatch":
             _log.warning("the draft is not used: %s", error)
         self.trouble = "mismatch"
-        self._start_recovery()
+        self._start_pinging()
 
 
 def _reason_of_silence(error: Exception) -> Reason:

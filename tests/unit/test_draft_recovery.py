@@ -281,6 +281,23 @@ def test_a_draft_replaced_between_rounds_shows_by_its_empty_slot(caplog: pytest.
     assert "not used: The draft fake-FakeDraft and the target" in caplog.text
 
 
+def test_a_draft_replaced_between_requests_is_asked_who_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = workers()
+
+    async def main() -> Result:
+        owner = orchestrator(target, draft)
+        assert not (await owner.generate(request())).degraded
+        await asyncio.sleep(2.0)
+        draft.vocab_hash = "other"
+        draft.inner.slots.clear()
+        return await owner.generate(request())
+
+    (degraded,) = run_virtual(main).degraded
+    assert degraded.reason == "mismatch"
+    assert degraded.first_round <= 3
+    assert "not used: The draft fake-FakeDraft and the target" in caplog.text
+
+
 def test_a_draft_of_another_vocabulary_from_the_start_is_refused() -> None:
     target, draft = workers()
     draft.vocab_hash = "other"
