@@ -105,9 +105,14 @@ async def _on_own_thread(
 
 
 def _executors(models: Models, *, side_by_side: bool) -> tuple[Executor, Executor]:
-    """Return the executors of target and draft: the event loop for both, in one OpenMP team, or a thread each."""
+    """Return the executors of target and draft: the event loop for both, in one OpenMP team, or a thread each.
+
+    On two devices they have a thread each as well: a CPU computes with several threads, and for a GPU it is one.
+    """
     from specsplit.engine.executor import LoopExecutor, ThreadExecutor
 
+    if models.draft is not None and models.draft.runner.device != models.target.runner.device:
+        side_by_side = True
     if models.draft is None or not side_by_side:
         executor = LoopExecutor(models.target.threads)
         return executor, executor

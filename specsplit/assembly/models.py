@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from specsplit.assembly.draft_beside import share_device
 from specsplit.assembly.links import check_audit
 from specsplit.core.defaults import (
     DEFAULT_CONTEXT,
@@ -160,9 +161,10 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
     if draft_source is None:
         return Models(target, None)
     cache = target.runner.cache
+    of_target = target.threads if share_device(settings.target, settings.draft) else None
     fallback: LoadOptions = {
         # In turns they share the target's team: with one each, the two would put each other's threads to sleep.
-        "threads": 1 if settings.runs_side_by_side else target.threads,
+        "threads": 1 if settings.runs_side_by_side else of_target,
         "default_context": _draft_context(settings.draft.device, target.context),
         "max_sessions": target.max_sessions,
         # A draft beside a target that counts its rows holds as many, if there is memory.

@@ -32,7 +32,7 @@ from specsplit.model.probe import ProbeResult, probe, refuse_by_config
 from specsplit.model.rope import fix_positions, has_long_factors, with_factors
 from specsplit.model.runner import Runner
 from specsplit.model.source import at_commit, commit_of, model_folder, resolve
-from specsplit.model.threads import choose_threads
+from specsplit.model.threads import choose_threads, engine_threads
 from specsplit.model.tokenizer import TransformersTokenizer
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.vocab_file import DEFAULT_DRAFT_VOCAB
@@ -220,7 +220,7 @@ def load_model(
         has_long_factors=has_long_factors(config, plan.context),
         node_limit=plan.node_limit,
         eos_ids=eos_ids,
-        threads=options.get("threads") or _fastest_threads(runner, options.get("max_threads")),
+        threads=engine_threads(device, options.get("threads")) or _fastest_threads(runner, options.get("max_threads")),
         weight_format=form,
         tokenizer_files=tokenizer_files(model_folder(path), name, tokenizer) if shares_tokenizer else None,
         weights_hash=hashed,
@@ -247,9 +247,7 @@ def _trimmed(
 
 
 def _fastest_threads(runner: Runner, limit: int | None) -> int:
-    """Return the number of threads that serves a token alone and a small tree best, at most `limit`."""
-    if runner.device.type != "cpu":
-        return 1  # and as many as at load: torch's compiler would compile the layers anew for another number
+    """Return the number of threads with which a CPU serves a token alone and a small tree best, at most `limit`."""
     return measured_threads(lambda entry: runner.forward([entry]), runner.context, limit)
 
 

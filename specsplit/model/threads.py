@@ -78,6 +78,14 @@ def _libgomp() -> ctypes.CDLL | None:
     return None
 
 
+def engine_threads(device: torch.device, asked: int | None) -> int | None:
+    """Return the threads that a loaded model computes with: those `asked` for, and one whatever is asked on a GPU.
+
+    Its layers are compiled while it is loaded, under `one_thread`; for another number torch would compile them anew.
+    """
+    return asked if device.type == "cpu" else 1
+
+
 @contextmanager
 def one_thread() -> Generator[None]:
     """Keep the calling thread from starting an OpenMP team, which would slow down those of the engines for good."""

@@ -64,17 +64,14 @@ def load_stage(settings: StageSettings) -> LoadedShard:
             record=settings.record,
         ),
     )
-    return replace(shard, name=public_name(settings.model), threads=settings.threads or _fastest_threads(shard.runner))
+    return replace(shard, name=public_name(settings.model), threads=shard.threads or _fastest_threads(shard.runner))
 
 
-def _fastest_threads(runner: ShardRunner) -> int | None:
-    """Return the number of threads that passes a token alone and a small tree on best; None for a GPU's stage."""
+def _fastest_threads(runner: ShardRunner) -> int:
+    """Return the number of threads with which a CPU passes a token alone and a small tree on best."""
     import torch
 
     from specsplit.model.loader import measured_threads
-
-    if runner.device.type != "cpu":
-        return None
 
     def forward(entry: SequenceInput) -> None:
         has_ids = runner.spec.has_embedding

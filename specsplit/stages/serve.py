@@ -237,7 +237,9 @@ def _coordinator_device(coordinator: Coordinator, settings: TargetSettings, num_
 
     # With its ends elsewhere this process computes nothing that could hold up its loop.
     is_light = coordinator.ends is None and num_stages > 1
-    return LoopExecutor() if is_light else ThreadExecutor("target", settings.threads)
+    own = coordinator.own
+    threads = settings.threads if own is None else own.threads
+    return LoopExecutor() if is_light else ThreadExecutor("target", threads)
 
 
 async def mend_chain(engine: Engine, link: RemoteChain) -> None:

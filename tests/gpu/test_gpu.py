@@ -176,6 +176,18 @@ def test_a_rounded_target_gives_the_text_of_plain_decoding(form: WeightFormat) -
     assert len(set(texts)) == 1
 
 
+def test_a_gpu_is_served_by_one_thread_and_a_draft_beside_it_by_its_own(tmp_path: Path) -> None:
+    (beside := tmp_path / "beside.toml").write_text('[target]\ndevice = "cuda"\n[draft]\ndevice = "cpu"\nthreads = 2\n')
+    (both := tmp_path / "both.toml").write_text('[target]\ndevice = "cuda"\nthreads = 3\n[draft]\ndevice = "cuda"\n')
+    texts: list[str] = []
+    for config in (beside, both):
+        with Pipeline("embedded", mode="pingpong", dtype="fp32", context=1024, config=str(config)) as pipeline:
+            texts.append(pipeline.generate("def add(a, b):\n", max_new_tokens=64, temperature=0.8, seed=11).text)
+    assert texts[0] == texts[1]
+    folder = save_model(tmp_path / "llama", FAMILIES["llama"](), seed=1, with_tokenizer=False)
+    assert loaded_on_gpu(folder, threads=3).threads == 1
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0}])
 @pytest.mark.parametrize("mode", ["pingpong", "overlap", "auto", "stream"])
 def test_modes_give_the_text_of_plain_decoding(mode: str, sampling: dict[str, float]) -> None:

@@ -192,9 +192,13 @@ class CudaBackend:
         torch.cuda.current_stream(self._device).wait_stream(beside)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Another model of the process may be at work meanwhile, in its own thread.
-        with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):  # type: ignore[arg-type]
-            rows = self._forward_and_search(step)
+        before = torch.cuda.current_stream(self._device)
+        try:
+            # Another model of the process may be at work meanwhile, in its own thread.
+            with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+                rows = self._forward_and_search(step)
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails would leave this thread on its own
         return _Graph(step, graph, rows)
 
     def _forward_and_search(self, step: DeviceStep) -> Tensor:

@@ -29,7 +29,8 @@ def slot_bytes(shard: LoadedShard) -> int:
 def export_slot(shard: LoadedShard, slot: StageSlot) -> SlotState:
     """Return what a slot holds, the rows of its last step included, and nothing behind them."""
     rows = slot.num_rows
-    layers = [block[slot.index, :, :rows].reshape(-1) for block in _blocks(shard)]
+    # One layer after the other: a GPU whose memory is full of slots has no room for a copy of a whole one.
+    layers = [block[slot.index, :, :rows].reshape(-1).cpu() for block in _blocks(shard)]
     return SlotState(
         slot=slot.index,
         epoch=max(slot.epoch, 0),

@@ -36,6 +36,7 @@ from specsplit.model.packing import NUM_CHECKED, pack, parts_of
 from specsplit.model.probe import ProbeResult, check_against_eager, probe, refuse_by_config
 from specsplit.model.rope import fix_positions, has_long_factors, with_factors
 from specsplit.model.source import at_commit, commit_of, resolve
+from specsplit.model.threads import engine_threads
 from specsplit.model.transformers_models import PreTrainedModel
 from specsplit.model.weight_format import rounded_hash, weight_format
 from specsplit.stages.shard.outline import Outline, ShardSpec, find_outline
@@ -151,7 +152,7 @@ def _load(source: str, held: ShardSpec, specs: Sequence[ShardSpec], options: Sha
             max_sessions=options.max_sessions,
             context=context,
             node_limit=options.node_limit,
-            threads=options.threads,
+            threads=engine_threads(runner.device, options.threads),
             weight_format=form,
             weights_hash=hashed,
             model_revision=commit_of(checkpoint.config_file().parent),
