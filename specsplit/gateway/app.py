@@ -261,8 +261,8 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         deadline = Deadline.from_now(body.timeout)
 
         async def prepare() -> Answers:
-            gateway.quotas.check(_quota_of(request))  # a long prompt takes the tokenizer seconds
-            prompts = await prompt_ids(model, body, deadline)
+            with gateway.quotas.answering(_quota_of(request), 0):  # a long prompt takes the tokenizer seconds
+                prompts = await prompt_ids(model, body, deadline)
             limit = max(1, body.token_limit)
             requests = make_requests(body, prompts, limit, body.logprobs, request.state.caller, deadline)
             return answers(request, model, body, requests, CompletionFormat(model, body))
@@ -276,8 +276,8 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         deadline = Deadline.from_now(body.timeout)
 
         async def prepare() -> Answers:
-            gateway.quotas.check(_quota_of(request))
-            prompt = await conversation_ids(model, body, deadline)
+            with gateway.quotas.answering(_quota_of(request), 0):
+                prompt = await conversation_ids(model, body, deadline)
             limit = body.max_completion_tokens or body.max_tokens or model.identity.context
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
             requests = make_requests(body, [prompt], limit, logprobs, request.state.caller, deadline)

@@ -133,6 +133,32 @@ async def test_a_prompt_beyond_the_limits_is_not_encoded(monkeypatch: pytest.Mon
         check_refusal(await gateway.ask("alice", "/tokenize"), "tokens")
 
 
+@pytest.mark.parametrize("first", ["HTTP", "GENERATE", "SCORE"])
+async def test_a_prompt_that_is_encoded_is_a_request_under_way(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, begun, gate = ServedModel.encode, asyncio.Event(), asyncio.Event()
+
+    async def held(*arguments: Any) -> list[int]:
+        begun.set()
+        await gate.wait()
+        return await encode(*arguments)
+
+    monkeypatch.setattr(ServedModel, "encode", held)
+    async with served(max_requests=1) as gateway, gateway.lmtp("alice") as socket:
+        if first == "HTTP":
+            asking = asyncio.create_task(gateway.ask("alice", prompt="abc"))
+        else:
+            asked = {"stream_id": 1, "prompt": "abc", "scored": "abc", "max_tokens": 2}
+            await socket.send_str(f"{first} {json.dumps(asked)}")
+            asking = asyncio.create_task(socket.receive_str())  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            await begun.wait()
+        check_refusal(await gateway.ask("alice", prompt="abc"), "requests")
+        gate.set()
+        answer = await asking
+        assert getattr(answer, "status_code", 200) == 200, answer
+        assert "limit" not in str(answer)
+
+
 async def test_a_stream_of_lmtp_that_is_refused_costs_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caller_limits, "BURST_S", 1.0)
     async with served(tokens_per_s=0.5) as gateway, gateway.lmtp("alice") as socket:

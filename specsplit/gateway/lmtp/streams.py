@@ -58,7 +58,8 @@ async def generate(
         InvalidRequest: a value is out of range, or the answer ends before the item to go on from.
     """
     is_text = isinstance(asked.prompt, str)
-    ids = tuple(await model.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt)
+    with answering(0):
+        ids = tuple(await model.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt)
     request = Request(
         prompt_ids=ids,
         max_new_tokens=asked.max_tokens,
@@ -133,7 +134,8 @@ async def score(
     Raises:
         InvalidRequest: nothing to score, a text beside ids, an id that the model lacks, or a bias out of range.
     """
-    prompt, scored = await _scored_ids(model, asked)
+    with answering(0):
+        prompt, scored = await _scored_ids(model, asked)
     if len(prompt) + len(scored) > model.identity.context:
         raise context_exceeded(len(prompt) + len(scored), model.identity)
     vocab_size = model.identity.vocab_size
