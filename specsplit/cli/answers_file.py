@@ -19,6 +19,11 @@ LineId = str | int
 _NAMELESS = {"id", "line", "error"}
 """Fields of the error of a prompt's line that is so broken that it has no id."""
 
+_OUTCOMES = {"text", "error"}
+"""Fields of which every answer has one."""
+_BEGINNING = b'{"id": '
+"""How every line begins."""
+
 
 def id_of(entry: Mapping[str, Any], *, default: int | None = None) -> LineId | None:
     """Return the id of a line; None if it has none, or one that is neither a text nor a whole number."""
@@ -127,9 +132,10 @@ def _kept_lines(data: bytes, path: Path, retried: Collection[LineId]) -> tuple[b
         entry = _entry(line)
         if entry is not None and entry.keys() == _NAMELESS and entry["id"] is None:
             continue  # the prompt's line, if it is still broken, is told again
-        found = id_of(entry) if entry is not None else None
+        found = id_of(entry) if entry is not None and not _OUTCOMES.isdisjoint(entry) else None
         if entry is None or found is None:
-            if number == len(lines):
+            is_cut = entry is None and number == len(lines) and _BEGINNING.startswith(line[: len(_BEGINNING)])
+            if is_cut:
                 continue  # the command that wrote it was killed in the middle of the line
             raise InvalidRequest(f"Line {number} of {path} is no answer; name another file with --output.", "output")
         if "error" in entry and found in retried:

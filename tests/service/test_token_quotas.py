@@ -1,4 +1,4 @@
-"""Limits of one caller at a worker, over real sockets, by a clock set by hand: its tokens, and sessions that come back."""
+"""Limits of one caller at a worker, over real sockets, by a clock set by hand: tokens, and sessions that come back."""
 
 from __future__ import annotations
 

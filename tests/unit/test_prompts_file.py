@@ -167,6 +167,17 @@ def test_what_failed_is_tried_again_and_errors_of_other_prompts_are_kept(files: 
     assert files.output.read_text().startswith(other)
 
 
+@pytest.mark.parametrize(
+    "content",
+    ['{"architectures": ["A"]}', "a note", '{"id": "a", "prompt": "x"}', '{"id": "a", "prompt": "x"}\n{"id": 2}\n'],
+)
+def test_a_file_of_something_else_is_refused_and_stays(content: str, files: Files):
+    files.output.write_text(content)
+    with pytest.raises(InvalidRequest, match=r"Line 1 of .*out\.jsonl is no answer; name another file"):
+        files.run({"id": "a", "prompt": "x", "max_new_tokens": 1})
+    assert files.output.read_text() == content
+
+
 @pytest.mark.parametrize("begun", ["", '{"id": 1, "error": "tried again, for which the file is written anew"}\n'])
 def test_one_command_at_a_time_writes_to_an_output(begun: str, files: Files):
     files.output.write_text(begun)
