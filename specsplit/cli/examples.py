@@ -18,9 +18,9 @@ specsplit orchestrate -m ./large -d ./small 'The history of the abacus'
 """
 SERVICE = """Examples:
 
-specsplit target --model ./large --listen 127.0.0.1:7001
+specsplit target --model ./large --listen 0.0.0.0:7001 --insecure
 
-specsplit draft --model ./small --listen 0.0.0.0:7002 --tls-cert draft.pem --tls-key draft.key --tls-ca ca.pem
+specsplit draft --model ./small --listen 0.0.0.0:7002 --insecure
 
 specsplit orchestrate --draft draft-host:7002 --target target-host:7001 --insecure 'The history of the abacus'
 """

@@ -11,9 +11,9 @@ from specsplit.cli.help import ShortCommand
 
 EXAMPLES = """Examples:
 
-specsplit top --target target-host:7001 --draft draft-host:7002
+specsplit top --target target-host:7001 --draft draft-host:7002 --insecure
 
-specsplit top --target host-a:7001 --stage host-b:7101 --stage host-c:7102 --once --json
+specsplit top --target host-a:7001 --stage host-b:7101 --stage host-c:7102 --insecure --once --json
 """
 app = typer.Typer()
 _WORKERS, _OUTPUT = "Workers", "Output"
