@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from specsplit.rpc.transport import is_loopback, parse_address
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel, LoadOptions
 
+_log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
 
@@ -137,8 +139,6 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
 
     draft_source = settings.draft_source
     share = 1.0 if draft_source is None else 0.5
-    # Slots have room for a whole tree behind the context, so the widest tree has to be known when they are made.
-    node_limit = max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes or 0)
     target = load_model(
         settings.target.model,
         role="target",
@@ -152,7 +152,7 @@ def load_models(settings: Settings, progress: Progress | None = None, *, max_ses
         max_sessions=settings.target.sessions or max_sessions,
         min_sessions=settings.target.sessions or 1,
         kv_memory=parse_memory(settings.target.kv_memory),
-        node_limit=node_limit,
+        node_limit=_node_limit(settings.target.device, settings),
         shares_tokenizer=False,
         progress=_part(progress, "target", 0.0, share),
     )
@@ -219,7 +219,7 @@ def _load_draft(source: str, settings: Settings, progress: Progress | None, fall
         "shares_tokenizer": False,
         "context": chosen.context,
         "min_sessions": chosen.sessions or 1,
-        "node_limit": max(DEFAULT_NODE_LIMIT, settings.orchestrator.nodes or 0),
+        "node_limit": _node_limit(chosen.device, settings),
     }
     if chosen.threads is not None:
         options["threads"] = chosen.threads
@@ -328,6 +328,17 @@ def most_threads(settings: WorkerSettings) -> int | None:
 
     is_near = isinstance(settings, DraftSettings) and is_loopback(parse_address(settings.listen, listening=True)[0])
     return max(1, num_cores() // 2) if is_near else None
+
+
+def _node_limit(device: str, settings: Settings) -> int:
+    """Return the rows that slots have behind their context, for the widest tree; on a GPU larger ones are cut to it.
+
+    The attention of compiled layers has masks for as many, and with another one all layers would be compiled anew.
+    """
+    asked = settings.orchestrator.nodes or 0
+    if device != "cpu" and asked > DEFAULT_NODE_LIMIT:
+        _log.warning("On a GPU trees have at most %d nodes, not %d.", DEFAULT_NODE_LIMIT, asked)
+    return max(DEFAULT_NODE_LIMIT, asked) if device == "cpu" else DEFAULT_NODE_LIMIT
 
 
 def _draft_context(device: str, of_target: int | None) -> int:
