@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -32,7 +31,6 @@ from specsplit.rpc.transport import is_loopback, parse_address
 if TYPE_CHECKING:
     from specsplit.model.loader import LoadedModel, LoadOptions
 
-_log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and the fraction done, from 0 to 1 over all models."""
 
@@ -331,13 +329,11 @@ def most_threads(settings: WorkerSettings) -> int | None:
 
 
 def _node_limit(device: str, settings: Settings) -> int:
-    """Return the rows that slots have behind their context, for the widest tree; on a GPU larger ones are cut to it.
+    """Return the rows that slots have behind their context, for the widest tree; on a GPU a larger one is refused.
 
     The attention of compiled layers has masks for as many, and with another one all layers would be compiled anew.
     """
     asked = settings.orchestrator.nodes or 0
-    if device != "cpu" and asked > DEFAULT_NODE_LIMIT:
-        _log.warning("On a GPU trees have at most %d nodes, not %d.", DEFAULT_NODE_LIMIT, asked)
     return max(DEFAULT_NODE_LIMIT, asked) if device == "cpu" else DEFAULT_NODE_LIMIT
 
 

@@ -59,6 +59,7 @@ class CallerQuotas:
         """Refusals so far by the limit."""
         self._kept_of, self._params_of, self._replays = kept_of, params_of, replays
         self._limits, self._rate = CallerLimits(), TokenRate(None, now)
+        replays.is_wanted = False
         self._turns = Counter[tuple[str, str]]()
         """Calls under way by caller and session: it may not be there yet, or not be in use again."""
         self._streams = Counter[str]()
@@ -69,6 +70,7 @@ class CallerQuotas:
     def limit(self, limits: CallerLimits) -> None:
         """Set the limits of every caller from now on."""
         self._limits, self._rate.per_s = limits, limits.tokens_per_s
+        self._replays.is_wanted = limits.tokens_per_s is not None
 
     @contextmanager
     def using(self, turn: Turn) -> Generator[None]:

@@ -21,12 +21,14 @@ class Replays:
     """
 
     def __init__(self) -> None:
+        self.is_wanted = True
+        """Whether anybody pays for tokens; else no session is remembered."""
         self._digests = OrderedDict[str, dict[int, bytes]]()
         """Digests of a session's first tokens, by how many they are."""
 
     def grant(self, session: str, token_ids: Sequence[int]) -> None:
         """Let a session bring these tokens again, once."""
-        if token_ids:
+        if token_ids and self.is_wanted:
             self._digests[session] = _digests(token_ids, _lengths(len(token_ids)))
             # Each statement here is atomic, so another thread may take in between.
             if len(self._digests) > _MOST_SESSIONS:

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from specsplit.core.errors import DeadlineExceeded, PeerMismatch, VocabularyMismatch
@@ -157,6 +158,15 @@ class TargetPeer:
         return target if may_be_other or target != known else None
 
 
+@dataclass(slots=True)
+class _Pings:
+    """The pings of one draft: what jitters them, the task that sends them, and when one was answered last."""
+
+    rng: random.Random
+    task: asyncio.Task[None] | None = None
+    answered_s: float = -math.inf
+
+
 class DraftPeer:
     """One draft in front of one target: who it is, and whether it is to be asked.
 
@@ -167,24 +177,17 @@ class DraftPeer:
     def __init__(self, drafter: Drafter, target: TargetPeer, rng: random.Random) -> None:
         self.drafter = drafter
         self.target = target
-        self._answered: tuple[Identity, float] | None = None
-        """Who it was when it was asked last, and when that was."""
+        self.identity: Identity | None = None
         self.trouble: Reason | None = "unreachable"
         """Why nobody asks before a ping is answered, None if it is well."""
         self.cooldown, self.closings = Cooldown(), Closings()
-        self._rng = rng
+        self._pings = _Pings(rng)
         self._met: Identity | None = None
         """The target whose vocabulary it has to share."""
         self._was_met = False
         """Whether requests were served before, with it or without."""
         self._up_since_s = -math.inf
         self._num_sessions = 0
-        self._pinging: asyncio.Task[None] | None = None
-
-    @property
-    def identity(self) -> Identity | None:
-        """Who it is; None before it has answered."""
-        return self._answered[0] if self._answered is not None else None
 
     async def meet(self, target: Identity, remaining_s: float) -> None:
         """Ask the draft who it is, in front of a new `target`; one that is silent is asked again in the background.
@@ -232,7 +235,7 @@ class DraftPeer:
                 f"The draft {identity.model} and the target {target.model} have different vocabularies; "
                 "choose a draft of the target's own family or use --mode plain."
             )
-        self._answered = identity, asyncio.get_running_loop().time()
+        self.identity, self._pings.answered_s = identity, asyncio.get_running_loop().time()
 
     def delay(self, asked_s: float, now_s: float) -> None:
         """Count a call begun at `asked_s` whose answer is not waited for any longer."""
@@ -254,21 +257,21 @@ class DraftPeer:
     def enter(self) -> None:
         """Count a session that could use the draft."""
         self._num_sessions += 1
-        answered_s = self._answered[1] if self._answered is not None else -math.inf
-        if self.trouble is not None or asyncio.get_running_loop().time() - answered_s >= _KNOWN_S:
+        if self.trouble is not None or asyncio.get_running_loop().time() - self._pings.answered_s >= _KNOWN_S:
             self._start_pinging()
 
     async def leave(self) -> None:
         """Count the end of a session; without any, nobody pings."""
         self._num_sessions -= 1
-        if self._num_sessions == 0 and self._pinging is not None:
-            pinging, self._pinging = self._pinging, None
-            pinging.cancel()
-            await asyncio.wait({pinging})
+        if self._num_sessions == 0 and (task := self._pings.task) is not None:
+            self._pings.task = None
+            task.cancel()
+            await asyncio.wait({task})
 
     def _start_pinging(self) -> None:
-        if self._num_sessions > 0 and (self._pinging is None or self._pinging.done()):
-            self._pinging = asyncio.get_running_loop().create_task(self._ping(), name="specsplit-draft-ping")
+        pings = self._pings
+        if self._num_sessions > 0 and (pings.task is None or pings.task.done()):
+            pings.task = asyncio.get_running_loop().create_task(self._ping(), name="specsplit-draft-ping")
 
     async def _ping(self) -> None:
         """Ask a draft that is well who it is by now, then do what is needed until it is well."""
@@ -288,7 +291,7 @@ class DraftPeer:
         pause_s = _FIRST_PAUSE_S
         while True:
             # Full jitter, so that the orchestrators of a restarted draft do not all ping at once.
-            await asyncio.sleep(self._rng.uniform(0, pause_s))
+            await asyncio.sleep(self._pings.rng.uniform(0, pause_s))
             pause_s = min(2 * pause_s, _MOST_PING_PAUSE_S)
             try:
                 async with asyncio.timeout(_PING_S):

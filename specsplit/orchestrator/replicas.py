@@ -172,6 +172,8 @@ class ReplicaSession:
         """Begin at the replica `first` if it is ready, else at the one with the fewest sessions."""
         self.replicas = replicas
         self._left: list[Replica] = []
+        self._refused = set[Replica]()
+        """Replicas that were full or lost since the last answer, or since all were."""
         self._used: set[Replica] = set()
         """Replicas that may hold a slot of it."""
         self._replica = self.answered = first if first is not None and first.is_ready else replicas.least_loaded()
@@ -263,15 +265,16 @@ class ReplicaSession:
         """
         try:
             yield member
+            self._refused.clear()
         except NoFreeSlot as error:
-            is_last = self._was_last(member)
+            is_last = self._is_last(member)
             self._move(member)
             if is_last:
                 raise
             # Not Overloaded: whoever asks again at once is not sent away for a while.
             raise ReplicaFull(str(error)) from error
         except WorkerUnreachable as error:
-            is_last = self._was_last(member)
+            is_last = self._is_last(member)
             member.say(is_ready=False, why=str(error))
             self._move(member)
             if not self._replica.is_ready:
@@ -290,9 +293,13 @@ class ReplicaSession:
                 self._unanswered = turn, member
             raise
 
-    def _was_last(self, member: Replica) -> bool:
-        """Return whether `member` was the last of those that serve to be asked, before it is said to be lost."""
-        return {*self._left, member}.issuperset(self.replicas.serving)
+    def _is_last(self, member: Replica) -> bool:
+        """Count a replica that is full or lost; return whether all that serve were so since the last answer."""
+        self._refused.add(member)
+        is_last = self._refused.issuperset(self.replicas.serving)
+        if is_last:
+            self._refused.clear()
+        return is_last
 
     def _trusted(self) -> Replica:
         """Return the session's replica, another one than before if that was quarantined."""

@@ -47,8 +47,6 @@ class ReplicaLost(WorkerUnreachable):
 class ReplicaFull(NoFreeSlot):
     """One of several targets is full, and another one that was not asked yet is asked next."""
 
-    is_next_new = True
-
 
 class _OutOfTime(DeadlineExceeded):
     """The request's own deadline passed, not that of a call."""
@@ -182,8 +180,7 @@ class Retrier:
 
         The time for which a target that refuses says to wait does not count as `retry_s`, up to MAX_REFUSED_S.
         Nor does that of an attempt which lasted longer, until its target was lost, if another replica is ready, or
-        until the target sent it away from its queue, in which it keeps the place. However short `retry_s` is, each
-        replica is asked once.
+        until the target sent it away from its queue, in which it keeps the place. Full or lost replicas are asked once.
 
         Raises:
             Overloaded: as soon as it comes, unless it `waits_when_full`, or where it does not wait for streams.
@@ -191,16 +188,16 @@ class Retrier:
         began_s = self._loop.time()
         end_s = self.deadline_s if self._timeout_s is not None else began_s + self.policy.retry_s
         most_s = min(self.deadline_s, max(end_s, began_s + MAX_REFUSED_S))
-        pause_s = _FIRST_PAUSE_S
+        pause_s, is_next_new = _FIRST_PAUSE_S, True
         while True:
+            is_next_new = is_next_new and _is_next_new(error) and self.remaining_s > 0
             if isinstance(error, Overloaded) and not self._waits_for(error):
                 raise error
             self._count_failure(error)
             if isinstance(error, Overloaded):
                 # Places and a caller's tokens come back with time, and the target says when: no attempt is in vain.
                 end_s = min(end_s + error.retry_after_s, most_s)
-            # The pause never outlives the end, so the last attempt begins in time.
-            left_s, is_next_new = end_s - self._loop.time(), getattr(error, "is_next_new", False)
+            left_s = end_s - self._loop.time()  # the pause never outlives it, so the last attempt begins in time
             if left_s <= 0 and not is_next_new:
                 raise self._given_up(error, self._loop.time() - began_s)
             if isinstance(error, Overloaded):
@@ -214,8 +211,7 @@ class Retrier:
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             await asyncio.sleep(wait_s)
             tried_s, self._queued_s = self._loop.time(), -math.inf
-            least_s = _LEAST_TRY_S if is_next_new else min(_LEAST_TRY_S, self.policy.retry_s)
-            left_s = max(end_s - tried_s, least_s)
+            left_s = max(end_s - tried_s, min(_LEAST_TRY_S, math.inf if is_next_new else self.policy.retry_s))
             try:
                 with listening(self._noting(current_listener())):
                     return await self._attempt(again, self._limit_s(left_s, work_s))
@@ -256,6 +252,10 @@ class Retrier:
             return DeadlineExceeded(f"{limit}: the target could not be used for {tried_s:.1f} s ({_text(error)}).")
         kind = next(kind for kind in RETRIED if isinstance(error, kind))
         return kind(f"The target could not be used and was asked again for {tried_s:.1f} s ({_text(error)}).")
+
+
+def _is_next_new(error: SpecSplitError) -> bool:
+    return isinstance(error, ReplicaFull) or (isinstance(error, ReplicaLost) and error.is_next_new)
 
 
 def _rounded(seconds: float) -> float:

@@ -159,6 +159,21 @@ async def test_a_prompt_that_is_encoded_is_a_request_under_way(first: str, monke
         assert "limit" not in str(answer)
 
 
+async def test_lmtp_waits_where_a_key_is_beyond_its_limit() -> None:
+    async with served(max_requests=1) as gateway, gateway.lmtp("alice") as socket:
+        with gateway.runner.held():
+            asking = asyncio.create_task(gateway.ask("alice"))
+            await gateway.runner.wait_entered()
+            asked = {"stream_id": 1, "prompt": "abc", "max_tokens": 1}
+            await socket.send_str(f"GENERATE {json.dumps(asked)}")
+            async with asyncio.timeout(60):
+                assert '"status":"queued"' in await socket.receive_str()
+        assert (await asking).status_code == 200
+        async with asyncio.timeout(60):
+            while '"finish_reason"' not in (heard := await socket.receive_str()):
+                assert "error" not in heard
+
+
 async def test_a_stream_of_lmtp_that_is_refused_costs_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caller_limits, "BURST_S", 1.0)
     async with served(tokens_per_s=0.5) as gateway, gateway.lmtp("alice") as socket:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +24,7 @@ from specsplit.orchestrator.replicas import Replicas
 from tests.contract.session_contract import Script
 from tests.support.fakes import FakeTarget
 from tests.support.language import Biases
-from tests.support.replicas import REQUEST, Killable, made
+from tests.support.replicas import REQUEST, Killable, made, over
 from tests.support.virtual_time import run_virtual
 
 
@@ -90,6 +92,37 @@ async def test_without_time_to_retry_each_replica_is_asked_once(error: SpecSplit
     with pytest.raises(type(error)):
         await made(*refusing, retry_s=0.0).generate(REQUEST)
     assert [target.num_refused for target in refusing[:2]] == [2, 2]
+
+
+@pytest.mark.parametrize("retry_s", [0.0, 5.0])
+def test_a_request_ends_with_its_time_while_the_next_replica_is_silent(retry_s: float) -> None:
+    async def main() -> float:
+        full, silent = RefusesRounds(Overloaded("it is full", 60.0)), Killable()
+        silent.faults.gate = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with pytest.raises(DeadlineExceeded):
+            await made(full, silent, retry_s=retry_s).generate(replace(REQUEST, timeout_s=0.5))
+        return loop.time() - began_s
+
+    assert 0.5 <= run_virtual(main) < 1.0
+
+
+async def test_a_replica_that_came_back_is_asked_again_without_time_to_retry() -> None:
+    targets = [Killable(), Killable()]
+    together = Replicas(dict(zip("ab", targets, strict=True)))
+    owner, expected = over(together, retry_s=0.0), (await made(FakeTarget()).generate(REQUEST)).token_ids
+    token_ids: list[int] = []
+    async with aclosing(owner.stream(REQUEST)) as chunks:
+        async for chunk in chunks:
+            token_ids += chunk.token_ids
+            if len(token_ids) in (4, 12):  # the session's replica is lost, and the one that was lost before is back
+                used, other = sorted(targets, key=lambda target: not target.slots)
+                used.lose()
+                other.is_lost = False
+                await together.check()
+                used.is_lost = True
+    assert tuple(token_ids) == tuple(expected)
 
 
 async def test_a_replica_that_was_silent_frees_what_was_left_there() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
 
 from specsplit.core.errors import InvalidRequest, Overloaded
 from specsplit.core.types import FinishReason, SamplingParams, Scores, TokenLogProb
@@ -19,6 +21,7 @@ from specsplit.orchestrator.context_limit import context_exceeded
 from specsplit.orchestrator.request import Chunk, Request
 from specsplit.orchestrator.text import ByteDetokenizer, Detokenizer, detokenizer_of
 
+T = TypeVar("T")
 TellFull = Callable[[], None]
 """Called if the worker's queue is full, and the stream has to come again."""
 _SCORES_PER_FRAME = 1000
@@ -57,9 +60,10 @@ async def generate(
     Raises:
         InvalidRequest: a value is out of range, or the answer ends before the item to go on from.
     """
-    is_text = isinstance(asked.prompt, str)
-    with answering(0):
-        ids = tuple(await model.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt)
+    prompt, is_text = asked.prompt, isinstance(asked.prompt, str)
+    if isinstance(prompt, str):
+        prompt = await _encoded(partial(model.encode, prompt), tell_full, answering)
+    ids = tuple(prompt)
     request = Request(
         prompt_ids=ids,
         max_new_tokens=asked.max_tokens,
@@ -134,15 +138,16 @@ async def score(
     Raises:
         InvalidRequest: nothing to score, a text beside ids, an id that the model lacks, or a bias out of range.
     """
-    with answering(0):
-        prompt, scored = await _scored_ids(model, asked)
+    scored_ids = partial(_scored_ids, model, asked)
+    is_text = isinstance(asked.scored, str)
+    prompt, scored = await (_encoded(scored_ids, tell_full, answering) if is_text else scored_ids())
     if len(prompt) + len(scored) > model.identity.context:
         raise context_exceeded(len(prompt) + len(scored), model.identity)
     vocab_size = model.identity.vocab_size
     if max([*prompt, *scored]) >= vocab_size:  # the target does not see a first token
         raise InvalidRequest(f"SCORE: there is a token id outside the vocabulary of {vocab_size}.")
     texts: _Texts | None = None
-    if isinstance(asked.scored, str):
+    if is_text:
         # All of the prompt, not a token as context: a character of `scored` may begin in the prompt's last one.
         detokenizer = detokenizer_of(model.tokenizer)
         detokenizer.push_all(prompt)
@@ -170,6 +175,17 @@ async def score(
         items.append(item)
     for start in range(0, len(items), _SCORES_PER_FRAME):
         yield items[start : start + _SCORES_PER_FRAME]
+
+
+async def _encoded(encode: Callable[[], Awaitable[T]], tell_full: TellFull, answering: Answering) -> T:
+    """Return what `encode` makes of a text, which counts as a request under way; beyond a limit it waits."""
+
+    async def encode_once() -> AsyncGenerator[T]:
+        with answering(0):
+            yield await encode()
+
+    async with aclosing(admitted(encode_once, _pause(tell_full))) as encoded:
+        return await anext(encoded)
 
 
 async def _scored_ids(model: ServedModel, asked: Score) -> tuple[list[int], list[int]]:

@@ -66,7 +66,7 @@ class Connection:
         # All stages are configured before the first stream opens: a stream to a stage that still has its old position
         # would be refused.
         await _all(configuring)
-        self._duplexes = await _all(map(self._stream, range(num_stages)), undo=Duplex.cancel)
+        self._duplexes = await _all(map(self._stream, range(num_stages)), undo=lambda duplex: duplex.cancel())
         self._tasks = [
             asyncio.create_task(self._write(self._duplexes[0])),
             *(asyncio.create_task(self._read(index, duplex)) for index, duplex in enumerate(self._duplexes)),
