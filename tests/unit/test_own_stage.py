@@ -13,6 +13,9 @@ import pytest
 from specsplit.core.errors import DeadlineExceeded, InvalidRequest, WorkerFailed, WorkerUnreachable
 from specsplit.rpc.auth import Guard, current_peer
 from specsplit.rpc.channel import Duplex
+from specsplit.stages.wire.connection import Connection
+from specsplit.stages.wire.frames import ChainId
+from specsplit.stages.wire.next_stage import NextUnreachable
 from specsplit.stages.wire.own_stage import OwnChannel, OwnStage
 
 
@@ -98,6 +101,36 @@ async def test_a_call_that_is_not_answered_in_time_is_late() -> None:
 async def test_the_error_of_a_call_is_one_of_ours(sent: bytes, error: type[Exception]) -> None:
     with pytest.raises(error):
         await OwnChannel(Service()).call("/specsplit.v1.StageService/EndSession", sent, 60.0)
+
+
+class Peer:
+    """A stage of a chain: our own if there is a service, else one that cannot reach the next."""
+
+    address = name = "127.0.0.1:1"
+
+    def __init__(self, service: Service | None = None) -> None:
+        self.service = service
+
+    async def configure(self, *chain: object, **options: object) -> None:
+        await asyncio.sleep(0)
+
+    async def stream(self, chain: ChainId) -> Duplex:
+        if self.service is None:
+            raise NextUnreachable("It cannot be reached.")
+        call = opened(self.service)
+        await call.write(b"1")
+        assert await call.read() == b"1"
+        return call
+
+
+async def test_a_chain_that_cannot_be_opened_ends_the_call_of_its_own_stage() -> None:
+    service = Service()
+    peers: Any = [Peer(service), Peer(), Peer()]
+    connection = Connection(ChainId("a coordinator", 1), peers, lambda peer: None)
+    with pytest.raises(NextUnreachable, match="Stage 1 cannot reach stage 2"):
+        await connection.open(keep_slots=False, takeover=False)
+    async with asyncio.timeout(60):
+        await service.has_ended.wait()
 
 
 async def test_a_chain_restored_for_a_request_is_not_that_of_its_peer() -> None:
