@@ -111,9 +111,8 @@ def _executors(models: Models, *, side_by_side: bool) -> tuple[Executor, Executo
     """
     from specsplit.engine.executor import LoopExecutor, ThreadExecutor
 
-    if models.draft is not None and models.draft.runner.device != models.target.runner.device:
-        side_by_side = True
-    if models.draft is None or not side_by_side:
+    on_two_devices = models.draft is not None and models.draft.runner.device != models.target.runner.device
+    if models.draft is None or not (side_by_side or on_two_devices):
         executor = LoopExecutor(models.target.threads)
         return executor, executor
     return ThreadExecutor("target", models.target.threads), ThreadExecutor("draft", models.draft.threads)

@@ -267,14 +267,14 @@ class ReplicaSession:
             yield member
             self._refused.clear()
         except NoFreeSlot as error:
-            is_last = self._is_last(member)
+            is_last = self._note_refusal(member)
             self._move(member)
             if is_last:
                 raise
             # Not Overloaded: whoever asks again at once is not sent away for a while.
             raise ReplicaFull(str(error)) from error
         except WorkerUnreachable as error:
-            is_last = self._is_last(member)
+            is_last = self._note_refusal(member)
             member.say(is_ready=False, why=str(error))
             self._move(member)
             if not self._replica.is_ready:
@@ -293,7 +293,7 @@ class ReplicaSession:
                 self._unanswered = turn, member
             raise
 
-    def _is_last(self, member: Replica) -> bool:
+    def _note_refusal(self, member: Replica) -> bool:
         """Count a replica that is full or lost; return whether all that serve were so since the last answer."""
         self._refused.add(member)
         is_last = self._refused.issuperset(self.replicas.serving)
