@@ -107,12 +107,12 @@ async def _on_own_thread(
 def _executors(models: Models, *, side_by_side: bool) -> tuple[Executor, Executor]:
     """Return the executors of target and draft: the event loop for both, in one OpenMP team, or a thread each.
 
-    On two devices they have a thread each as well: a CPU computes with several threads, and for a GPU it is one.
+    A CPU beside a GPU has one of its own as well: it computes with several OpenMP threads, and for a GPU it is one.
     """
     from specsplit.engine.executor import LoopExecutor, ThreadExecutor
 
-    on_two_devices = models.draft is not None and models.draft.runner.device != models.target.runner.device
-    if models.draft is None or not (side_by_side or on_two_devices):
+    are_unlike = models.draft is not None and models.draft.runner.device.type != models.target.runner.device.type
+    if models.draft is None or not (side_by_side or are_unlike):
         executor = LoopExecutor(models.target.threads)
         return executor, executor
     return ThreadExecutor("target", models.target.threads), ThreadExecutor("draft", models.draft.threads)

@@ -59,7 +59,6 @@ class CallerQuotas:
         """Refusals so far by the limit."""
         self._kept_of, self._params_of, self._replays = kept_of, params_of, replays
         self._limits, self._rate = CallerLimits(), TokenRate(None, now)
-        replays.is_wanted = False
         self._turns = Counter[tuple[str, str]]()
         """Calls under way by caller and session: it may not be there yet, or not be in use again."""
         self._streams = Counter[str]()

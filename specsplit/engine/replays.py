@@ -21,7 +21,7 @@ class Replays:
     """
 
     def __init__(self) -> None:
-        self.is_wanted = True
+        self.is_wanted = False
         """Whether anybody pays for tokens; else no session is remembered."""
         self._digests = OrderedDict[str, dict[int, bytes]]()
         """Digests of a session's first tokens, by how many they are."""

@@ -32,12 +32,7 @@ class GatewayQuotas:
         self._max_requests, self._rate, self._refused = max_requests, TokenRate(tokens_per_s), refused
         self._running = Counter[str]()
 
-    def check(self, caller: str) -> None:
-        """Refuse what could not be answered now, before any work for it.
-
-        Raises:
-            Overloaded: the caller is beyond a limit.
-        """
+    def _check(self, caller: str) -> None:
         wait_s = self._rate.wait_s(caller)
         if wait_s:
             sentence = f"This key may use {self._rate.per_s:g} tokens per second and has used more"
@@ -53,7 +48,7 @@ class GatewayQuotas:
         Raises:
             Overloaded: on entry, if the caller is beyond a limit.
         """
-        self.check(caller)
+        self._check(caller)
         has_spent = False
 
         def spend(count: int) -> None:

@@ -124,10 +124,7 @@ class WorkerChannel:
 
     def raise_if_closed(self) -> None:
         """Raise WorkerUnreachable if a call was cancelled because the channel was closed."""
-        # grpc.aio reports a closed channel as a cancellation of the call. If the task itself was cancelled,
-        # `cancelling` is above 0, and the cancellation has to go on.
-        task = asyncio.current_task()
-        if self._is_closed and task is not None and not task.cancelling():
+        if self._is_closed and not _is_cancelled():
             raise WorkerUnreachable(f"{self._peer}: the connection was closed during the call.") from None
 
     def error(self, failure: grpc.aio.AioRpcError) -> SpecSplitError:
@@ -141,6 +138,12 @@ class WorkerChannel:
     def cut(self) -> SpecSplitError:
         """Return the error for a stream that ended too early."""
         return WorkerUnreachable(f"{self._peer} ended the stream.")
+
+
+def _is_cancelled() -> bool:
+    """Return whether the task itself was cancelled, which has to go on; grpc.aio tells the end of a channel alike."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 class Duplex:
@@ -205,8 +208,7 @@ class Duplex:
     def _raise_if_lost(self) -> None:
         """Raise the reason if it was not the caller that ended the call."""
         self._channel.raise_if_closed()
-        task = asyncio.current_task()
-        if self._lost is None and not self._is_cancelled and task is not None and not task.cancelling():
+        if self._lost is None and not self._is_cancelled and not _is_cancelled():
             self._lost = self._channel.cut()  # by grpc.aio, as the connection of before a rotation is closed
         if self._lost is not None:
             raise self._lost from None

@@ -141,6 +141,7 @@ async def test_a_replay_is_no_payment_for_another_prompt() -> None:
 )
 def test_a_replay_is_for_the_tokens_that_were_there(tail: Sequence[int], num_free: int) -> None:
     replays = Replays()
+    replays.is_wanted = True
     replays.grant("a session", range(100))
     assert replays.take("another one", tail) == 0
     assert replays.take("a session", tail) == num_free

@@ -25,9 +25,15 @@ def model_on(device: torch.device, role: Any) -> LoadedModel:
     return model
 
 
-@pytest.mark.parametrize(("of_draft", "has_own"), [(CPU, False), (GPU, True)], ids=str)
-async def test_models_on_two_devices_have_a_thread_each(of_draft: torch.device, has_own: bool) -> None:
-    async with local_workers(Models(model_on(CPU, "target"), model_on(of_draft, "draft"))) as workers:
+@pytest.mark.parametrize(
+    ("of_target", "of_draft", "has_own"),
+    [(CPU, CPU, False), (CPU, GPU, True), (GPU, CPU, True), (torch.device("cuda"), torch.device("cuda:0"), False)],
+    ids=str,
+)
+async def test_a_cpu_beside_a_gpu_has_a_thread_of_its_own(
+    of_target: torch.device, of_draft: torch.device, has_own: bool
+) -> None:
+    async with local_workers(Models(model_on(of_target, "target"), model_on(of_draft, "draft"))) as workers:
         names = {thread.name for thread in threading.enumerate()}
         assert ({"specsplit-target", "specsplit-draft"} <= names) == has_own
         assert workers.placement.is_on_loop != has_own
