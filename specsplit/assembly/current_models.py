@@ -42,6 +42,7 @@ async def current_models(connects: Sequence[Connect]) -> AsyncGenerator[ModelTab
         ]
         stack.push_async_callback(asyncio.wait, tasks)
         for task in tasks:
+            task.add_done_callback(_log_failure)
             stack.callback(task.cancel)
         del models  # only requests are to hold a model that was replaced
         yield table
@@ -71,6 +72,11 @@ async def _keep_current(table: ModelTable, model: ServedModel, connection: Async
             closing.create_task(_close_unused(connection, weakref.ref(model)))
             model, connection, complaint = successor, connected, ""
             del successor
+
+
+def _log_failure(watching: asyncio.Task[None]) -> None:
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        _log.error("a target is no longer watched: should it serve another model, restart this gateway", exc_info=error)
 
 
 async def _close_unused(connection: AsyncExitStack, model: weakref.ref[ServedModel]) -> None:

@@ -188,8 +188,8 @@ def explanation(rounds: Sequence[RoundFacts]) -> list[str]:
     decision = None
     for facts in rounds:
         # `auto` decides every few rounds only; rounds between share a decision, which is shown once.
-        if facts.choice is not None and facts.choice != decision:
-            decision = facts.choice
+        if facts.decision is not None and facts.decision != decision:
+            decision = facts.decision
             lines.append("predicted tok/s: " + ", ".join(_plan(each) for each in decision.alternatives))
         lines.append(
             f"round {facts.number:>4}  {facts.mode:<8}  {facts.num_accepted:>2} of {facts.num_nodes:>2} nodes accepted"

@@ -8,10 +8,10 @@ So it ends however many sessions come, and takes one slot from them at most, hal
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import TypeVar
 
 from specsplit.core.errors import NoFreeSlot
@@ -36,7 +36,7 @@ class BackgroundWork:
 
     def __init__(self, admission: AdmissionQueue, slots: Slots, *, leaves_one: bool) -> None:
         self._admission, self._slots, self._limit = admission, slots, max(1, slots.num_slots - leaves_one)
-        self._num_running, self._numbers = 0, count()
+        self._num_running = 0
         self._loans: dict[Loan, None] = {}
         """One for each piece of work that has not ended, the oldest first."""
         self._due_s = 0.0
@@ -63,7 +63,8 @@ class BackgroundWork:
 
     async def _run(self, loan: Loan, work: Callable[[Loan], Awaitable[T]]) -> T:
         is_due = partial(self._is_due, loan)
-        opening = Opening(f"background {next(self._numbers)}", priority=None, overtakes=is_due)
+        # Clients name their sessions in the same queue: nobody is to guess this one and close it.
+        opening = Opening(f"background {secrets.token_hex(16)}", priority=None, overtakes=is_due)
         has_turn = not len(self._admission)
         while True:
             has_failed = has_turn and (self._num_running < self._limit or not self._admission.max_waiting)

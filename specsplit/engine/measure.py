@@ -36,8 +36,6 @@ _TEXT = 512
 _FORK = [-1, 0, 1, 2, 0]
 """A tree that branches once; a chain of as many rows is measured beside it."""
 
-StepTimes = tuple[tuple[int, float], ...]
-
 
 class Probe:
     """Does the forwards of no session. One for a head in another process overrides what is about logits."""
@@ -51,7 +49,7 @@ class Probe:
 
     def measure(
         self, model: LoadedModel, sessions: SessionTable
-    ) -> Generator[SequenceInput, Tensor, tuple[StepTimes, float, float]]:
+    ) -> Generator[SequenceInput, Tensor, tuple[tuple[tuple[int, float], ...], float, float]]:
         """Return the seconds of a forward by its rows, ascending, for as many sizes as `BUDGET_S` allows, at least one.
 
         The others are those that each further branch of a target's tree takes, and each token of its text; 0 if there

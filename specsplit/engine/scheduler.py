@@ -90,7 +90,7 @@ class Scheduler:
             self._fail_all(error)
         self.health.end_step()
 
-    def run_inline(self, task: Task, turn: LoopTurn) -> None:
+    def run_inline(self, task: Task, loop_turn: LoopTurn) -> None:
         """Step a task that has no company where its caller stands, until it ends or the event loop is due a turn."""
         self.health.step_began_s = time.monotonic()
         try:
@@ -104,7 +104,7 @@ class Scheduler:
                     if end_row > memory.reserved[sequence.slot] and not memory.make_room([task]):
                         break
                 self._run(Batch([task]))
-                if task.has_ended or turn.is_over():  # the clock is not asked for nothing
+                if task.has_ended or loop_turn.is_over():  # the clock is not asked for nothing
                     break
         except Exception as error:  # noqa: BLE001 - as in `step`
             self._fail_all(error)
@@ -285,7 +285,8 @@ class WorkQueue:
         round that waits and is not superseded. Work of no session (None) begins in the next step.
 
         If its last caller is cancelled, the work ends before its next step; it has ended once this coroutine has.
-        After `deadline_s` on the scheduler's clock it neither begins nor takes a further step.
+        After `deadline_s` on the scheduler's clock it neither begins nor takes a further step, but for those that its
+        caller runs by itself until the event loop is due a turn.
 
         Raises:
             DeadlineExceeded: the deadline has passed.
@@ -297,15 +298,15 @@ class WorkQueue:
         self._check_open()
         trace = spans.current() if spans.is_on else None
         task = Task(session, this_round, work, asyncio.get_running_loop(), trace, deadline_s)
-        turn = self._executor.try_run_inline(session) if session is not None else None
-        if turn is None or session in self._queues or self._runner.max_pending > 1:
+        loop_turn = self._executor.try_run_inline(session) if session is not None else None
+        if loop_turn is None or session in self._queues or self._runner.max_pending > 1:
             task = self._place(task)
         else:
             task.is_inline = True
-            self.scheduler.run_inline(task, turn)
+            self.scheduler.run_inline(task, loop_turn)
             if task.has_ended:
-                if turn.is_over(within_s=_SOON_S):
-                    await turn.yield_to_loop()
+                if loop_turn.is_over(within_s=_SOON_S):
+                    await loop_turn.yield_to_loop()
                 if task.error is not None:
                     raise task.error
                 assert task.outcome is not None, "a task without an error has an outcome"

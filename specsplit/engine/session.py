@@ -241,7 +241,7 @@ class SessionTable:
 
     def statistics(self) -> SessionStatistics:
         slots = self.slots
-        return SessionStatistics(len(self), len(self.idle), slots.num_used, slots.num_warm, slots.num_reused)
+        return SessionStatistics(len(self), slots.num_used, slots.num_warm, slots.num_reused)
 
     def idle_session(self, key: str) -> WorkerSession | None:
         """Return a session that could expire or be evicted; the fault tests damage what its slot holds."""
@@ -329,6 +329,7 @@ class SessionTable:
         """Let a session expire or be evicted from now on, unless it is pinned."""
         session.last_used_s = self._now()
         if session.key not in self.pins:
+            self.idle.pop(session.key, None)  # it may be idle already, and is the last one used now
             self.idle[session.key] = session
 
     def set_aside(self, key: str) -> None:
@@ -357,7 +358,7 @@ class SessionTable:
     def sweep(self, waiting: Collection[str] = ()) -> int:
         """Free the sessions not used for the time to live, and return how many; `waiting` ones keep their places."""
         expired_s, count = self._now() - self.ttl_s, 0
-        # `_idle` is ordered by last use, so the first one that has not expired ends the search.
+        # `idle` is ordered by last use, so the first one that has not expired ends the search.
         while (expired := next(iter(self.idle.values()), None)) is not None and expired.last_used_s <= expired_s:
             expired.log("lost", f"its client was silent for {self.ttl_s:g} s")
             self._end(expired)

@@ -52,8 +52,8 @@ class VerificationBudget:
     session (its attention, and the time until its next round is here), and for each that has a tree at all.
     """
 
-    def __init__(self, times: StepTimes | None = None) -> None:
-        self.times = times
+    def __init__(self) -> None:
+        self.times: StepTimes | None = None
         """Seconds of a forward of one session by its rows."""
         self._session_s = RunningMedian(0.0)
         self.tree_s = 0.0

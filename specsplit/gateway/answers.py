@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from specsplit.gateway.generation import MAX_AT_ONCE, Answer, chunks_of
+from specsplit.gateway.generation import MAX_AT_ONCE, IndexedChunk, chunks_of
 from specsplit.gateway.logprobs import TextOffsets, TokenEntry
 from specsplit.gateway.long_answers import slices
 from specsplit.gateway.metrics import Metrics
@@ -212,7 +212,7 @@ class Answers:
             self.offsets[index] = TextOffsets(self.model.tokenizer, start, before=request.prompt_ids)
         return openings
 
-    async def _chunks(self) -> AsyncGenerator[Answer]:
+    async def _chunks(self) -> AsyncGenerator[IndexedChunk]:
         """Yield the chunks of all answers, each of which is counted."""
         if self.is_prompt_only:
             return

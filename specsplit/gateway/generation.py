@@ -18,11 +18,11 @@ T = TypeVar("T")
 MAX_AT_ONCE = 8
 """Answers to one HTTP request that run or wait in a worker's queue; the others wait here, so that no request fills a
 queue of the usual length alone."""
-Answer = tuple[int, Chunk]
+IndexedChunk = tuple[int, Chunk]
 """A chunk, and the index of the answer that it belongs to."""
 
 
-async def chunks_of(orchestrator: Orchestrator, requests: Sequence[Request]) -> AsyncGenerator[Answer]:
+async def chunks_of(orchestrator: Orchestrator, requests: Sequence[Request]) -> AsyncGenerator[IndexedChunk]:
     """Yield the chunks of all requests; iterate inside `contextlib.aclosing`, whose end frees all slots.
 
     Raises what `Orchestrator.stream` raises; the first error ends all of the requests. A full worker's refusal is an
@@ -34,7 +34,7 @@ async def chunks_of(orchestrator: Orchestrator, requests: Sequence[Request]) -> 
                 yield 0, chunk
         return
     # One place: an answer whose chunks nobody takes does not run ahead.
-    ready: asyncio.Queue[Answer | Exception | None] = asyncio.Queue(1)
+    ready: asyncio.Queue[IndexedChunk | Exception | None] = asyncio.Queue(1)
     turns, admission = _Turns(), _SharedAdmission(_end_s(orchestrator, requests[0]))
 
     async def run(index: int, request: Request) -> None:

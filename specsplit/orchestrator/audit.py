@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from specsplit.core.errors import SpecSplitError, WrongResult
 from specsplit.core.ports import Verifier
-from specsplit.core.types import TokenLogProb, Verdict
+from specsplit.core.types import SessionParams, TokenLogProb, Verdict
 from specsplit.orchestrator.audit_counts import AuditCounts
 from specsplit.orchestrator.recomputing import Claim, Difference, Recomputer
 from specsplit.orchestrator.replica import Replica
@@ -27,16 +27,19 @@ _AWAY_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-def open_audit(verifier: Verifier, contract: SessionContract, retrier: Retrier) -> Audit | None:
-    """Return the audit of a session over replicas; None if no round is to be audited.
+def audited_params(params: SessionParams, verifier: Verifier) -> SessionParams:
+    """Return what the targets of a session are asked for: if rounds are audited, every pick's log-probability, too."""
+    if not isinstance(verifier, ReplicaSession) or not verifier.replicas.auditing.rate:
+        return params
+    return params if params.top_logprobs is not None else replace(params, top_logprobs=0)
 
-    The session has not begun: its targets are asked for the log-probability of every pick, whatever the request wants.
-    """
+
+def open_audit(
+    verifier: Verifier, contract: SessionContract, retrier: Retrier, *, shows_log_probs: bool
+) -> Audit | None:
+    """Return the audit of a session over replicas, with `audited_params`; None if no round is to be audited."""
     if not isinstance(verifier, ReplicaSession) or not verifier.replicas.auditing.rate:
         return None
-    shows_log_probs = contract.params.top_logprobs is not None
-    if not shows_log_probs:
-        contract.params = replace(contract.params, top_logprobs=0)
     return Audit(verifier, contract, retrier, shows_log_probs=shows_log_probs)
 
 

@@ -27,12 +27,12 @@ from specsplit.speculation.statistics import SpeculationStats
 from specsplit.telemetry import spans
 
 _log = logging.getLogger(__name__)
-Answer = Proposal | Reason | None
+DraftAnswer = Proposal | Reason | None
 """The draft's nodes, the reason why there are none, or None if that is no trouble."""
 PATIENCE = 3
 """How often its usual time a draft is waited for where that time is known; a verify's time is added."""
 _VERIFIES = 5
-_Waiter = asyncio.Future[Answer]
+_Waiter = asyncio.Future[DraftAnswer]
 
 
 class _InvalidProposal(SpecSplitError):
@@ -60,7 +60,7 @@ class DraftPatience:
         """Return how long a round waits for a tree, and when the draft counts as slow."""
         verify_s = median_low(self._verifies_s) if self._verifies_s else 0.0
         slow_s, stats = max(self._draft_s, budget.max_depth * verify_s), self._stats
-        if not stats.plans or slow_s == math.inf:
+        if not stats.is_planning or slow_s == math.inf:
             return slow_s, slow_s
         if self._contract.is_far_behind:
             return min(verify_s, slow_s), slow_s  # a draft that takes in a prompt does not keep to its usual time
@@ -79,7 +79,7 @@ class DraftClient:
 
     def __init__(self, peer: DraftPeer, contract: DraftContract, retrier: Retrier, stats: SpeculationStats) -> None:
         self.contract = contract
-        contract.know(peer.identity)
+        contract.set_window(peer.identity)
         self.asked_s = 0.0
         """When the call began that was answered last."""
         self.patience = DraftPatience(retrier.policy.draft_s, contract, stats)
@@ -118,7 +118,7 @@ class DraftClient:
         identity = self._peer.identity
         return identity.context if identity is not None and not identity.has_window else sys.maxsize
 
-    async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> Answer:
+    async def ask(self, budget: Budget, *, is_waited_for: bool = True, is_probe: bool = False) -> DraftAnswer:
         """Have the draft grow its tree below the committed tokens, and return the new nodes; one call at a time.
 
         None says that the draft cannot follow the text, or is not waited for any more without being slow yet. A call
@@ -153,7 +153,7 @@ class DraftClient:
             self._stats.observe_propose(answer.timings, None if is_probe else self._loop.time() - asked_s)
         return answer
 
-    async def _call_in_background(self, budget: Budget, wait_s: float, slow_s: float, left_s: float) -> Answer:
+    async def _call_in_background(self, budget: Budget, wait_s: float, slow_s: float, left_s: float) -> DraftAnswer:
         """Wait for a call for `wait_s`, or `left_s` till the deadline; then it goes on, slow from `slow_s` on."""
         waiter: _Waiter = self._loop.create_future()
         asked_s = self._loop.time()
@@ -205,7 +205,7 @@ class DraftClient:
             while True:
                 # Without a slot the round goes on without the draft: nobody waits in a draft's queue.
                 if not contract.is_open:
-                    contract.know(self._peer.identity)
+                    contract.set_window(self._peer.identity)
                 opening = None if contract.is_open else _opening(self._peer.identity, contract.params)
                 left_s = None if opening is None else self._retrier.max_wait_s
                 turn = contract.next_turn(opening, time_left_s=left_s, waits=False)
@@ -223,7 +223,7 @@ class DraftClient:
             contract.is_open, contract.num_behind, contract.num_skipped = True, 0, proposal.num_skipped
             if proposal.timings.sent_bytes:
                 contract.count_bytes(proposal.timings)
-            if proposal.timings.num_tokens >= LONG_TEXT and self._stats.plans:
+            if proposal.timings.num_tokens >= LONG_TEXT and self._stats.is_planning:
                 self._stats.times.observe_taken_in(proposal.timings.num_tokens, proposal.timings.device_ms / 1e3)
             _check(proposal, turn, self._num_known_nodes, self._peer.identity)
         except Exception as error:  # noqa: BLE001 - a draft has no error that a request could have
@@ -299,7 +299,7 @@ def _check(proposal: Proposal, turn: Turn, num_known_nodes: int, identity: Ident
         raise _InvalidProposal("the draft's token tree makes no sense")
 
 
-def _span_attributes(answer: Answer) -> dict[str, spans.Attribute]:
+def _span_attributes(answer: DraftAnswer) -> dict[str, spans.Attribute]:
     if not isinstance(answer, Proposal):
         return {}
     return {"nodes": len(answer), "forwards": answer.timings.num_forwards}

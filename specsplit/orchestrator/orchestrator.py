@@ -190,7 +190,7 @@ class Orchestrator:
             tokenizer=self.tokenizer,
             speculation=self.speculation,
             modes=self._modes,
-            keep_closing=self._closings.add,
+            closings=self._closings,
         )
 
     async def generate(self, request: Request) -> Result:
@@ -233,7 +233,7 @@ class Orchestrator:
 
     def use_stats(self, stats: SpeculationStats, *, is_greedy: bool) -> None:
         """Learn into `stats` from now on, for a study that watches what is learned."""
-        self._target.use_stats(stats, self._draft, is_greedy=is_greedy, plans=decides(self.speculation))
+        self._target.use_stats(stats, self._draft, is_greedy=is_greedy, is_planning=decides(self.speculation))
 
     async def aclose(self) -> None:
         """End what finished requests left: workers get CLOSE_S to say that their slots are free. They stay open."""

@@ -118,22 +118,24 @@ class TargetPeer:
         finally:
             self.decoding.count -= 1
 
-    def stats(self, draft: DraftPeer | None, *, is_greedy: bool, plans: bool) -> SpeculationStats:
+    def stats(self, draft: DraftPeer | None, *, is_greedy: bool, is_planning: bool) -> SpeculationStats:
         """Return what is known of decoding with `draft`, for sessions that pick tokens alike.
 
-        Only stats that serve decisions (`plans`) count what `auto` and streams go by.
+        Only stats that serve decisions (`is_planning`) count what `auto` and streams go by.
         """
         of_pair = self._stats.setdefault(draft if draft is not None else self, {})
-        stats = of_pair.get((is_greedy, plans))
+        stats = of_pair.get((is_greedy, is_planning))
         if stats is None:
-            stats = of_pair[is_greedy, plans] = SpeculationStats(plans=plans, here=self.decoding)
+            stats = of_pair[is_greedy, is_planning] = SpeculationStats(is_planning=is_planning, here=self.decoding)
             if self._ping_s < math.inf:
                 stats.times.observe_ping(self._ping_s)
         return stats
 
-    def use_stats(self, stats: SpeculationStats, draft: DraftPeer | None, *, is_greedy: bool, plans: bool) -> None:
+    def use_stats(
+        self, stats: SpeculationStats, draft: DraftPeer | None, *, is_greedy: bool, is_planning: bool
+    ) -> None:
         """Learn into `stats` from now on, for a study that watches what is learned."""
-        self._stats.setdefault(draft if draft is not None else self, {})[is_greedy, plans] = stats
+        self._stats.setdefault(draft if draft is not None else self, {})[is_greedy, is_planning] = stats
 
     async def ask(self, verifier: Verifier, retrier: Retrier) -> Identity:
         """Ask the target of a session who it is; the time of a ping tells the round trip while nothing else does."""

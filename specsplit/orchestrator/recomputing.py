@@ -80,7 +80,7 @@ class Recomputer:
         Raises:
             SpecSplitError: the auditor does not do it, or is silent; one without a free slot is not waited for.
         """
-        identity = auditor.identity or await self._replicas.meet(auditor)
+        identity = auditor.identity or await self._replicas.identify(auditor)
         recomputing = self._begin(auditor, self._params, counts)
         ids, start = claimed.ids, claimed.num_checked
         try:
@@ -213,7 +213,7 @@ class _Recomputing:
                     raise DeadlineExceeded(f"it was reached, but gave no answer for {limit_s:.1f} s")
             return asking.result()
         except WorkerUnreachable as error:
-            auditor.say(is_ready=False, why=str(error))
+            auditor.set_ready(is_ready=False, why=str(error))
             raise
         finally:
             asking.cancel()

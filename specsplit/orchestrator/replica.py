@@ -24,7 +24,7 @@ class Replica:
         self.name, self.verifier, self.is_auditor = name, verifier, is_auditor
         self.identity: Identity | None = None
         """Who it said to be last."""
-        self.stranger: Identity | None = None
+        self.other_model: Identity | None = None
         """Who it said to be last, if that is no replica of the others."""
         self.num_sessions = 0
         self.num_mismatches = 0
@@ -58,13 +58,13 @@ class Replica:
             self.is_quarantined, self.is_ready = True, False
             _log.error("the target at %s computes wrong results and is quarantined: %s", self.name, why)
 
-    def owe(self, session: str) -> None:
-        """Note an ended session for `free`; beyond MOST_UNFREED the target's own time limit frees the oldest."""
+    def close_later(self, session: str) -> None:
+        """Note an ended session for `close_owed`; beyond MOST_UNFREED the target's own time limit frees the oldest."""
         self.unfreed[session] = None
         if len(self.unfreed) > MOST_UNFREED:
             del self.unfreed[next(iter(self.unfreed))]
 
-    async def free(self) -> None:
+    async def close_owed(self) -> None:
         """End the sessions that ended while it was silent; one that is refused or takes too long is still owed."""
         await asyncio.gather(*map(self._end, list(self.unfreed)), return_exceptions=True)
 
@@ -76,7 +76,7 @@ class Replica:
             _log.info("the target at %s does not end a session: %s", self.name, error)
         self.unfreed.pop(session, None)
 
-    def say(self, *, is_ready: bool, why: str = "") -> None:
+    def set_ready(self, *, is_ready: bool, why: str = "") -> None:
         """Note whether it can be used; a change is logged."""
         if self.is_quarantined:
             return

@@ -16,7 +16,6 @@ from specsplit.core.errors import (
     DeadlineExceeded,
     NoFreeSlot,
     PeerMismatch,
-    SpecSplitError,
     WorkerFailed,
     WorkerUnreachable,
     WrongResult,
@@ -73,8 +72,8 @@ class Replicas:
     @property
     def successor(self) -> Identity | None:
         """The other model that a target serves by now, once no target is ready that serves this one."""
-        strangers = [member.stranger for member in self.serving if member.stranger is not None]
-        return strangers[0] if strangers and not self.num_ready else None
+        other_models = [member.other_model for member in self.serving if member.other_model is not None]
+        return other_models[0] if other_models and not self.num_ready else None
 
     def least_loaded(self, without: Collection[Replica] = ()) -> Replica:
         """Return the replica with the fewest sessions: a ready one if possible, one of `without` as a last resort.
@@ -128,18 +127,18 @@ class Replicas:
     async def _look(self, member: Replica, *, is_strict: bool = False) -> None:
         try:
             async with asyncio.timeout(PING_S):
-                await self.meet(member)
-        except (SpecSplitError, TimeoutError) as error:
+                await self.identify(member)
+        except Exception as error:
             if is_strict and isinstance(error, PeerMismatch):
                 raise
-            member.say(is_ready=False, why=str(error) or "it does not answer.")
+            member.set_ready(is_ready=False, why=str(error) or "it does not answer.")
         else:
-            member.say(is_ready=True)
+            member.set_ready(is_ready=True)
             with suppress(TimeoutError):
                 async with asyncio.timeout(PING_S):
-                    await member.free()
+                    await member.close_owed()
 
-    async def meet(self, member: Replica) -> Identity:
+    async def identify(self, member: Replica) -> Identity:
         """Ask a replica who it is.
 
         Raises:
@@ -148,12 +147,12 @@ class Replicas:
         identity = await member.verifier.ping()
         first = self._model = self._model or identity
         if _decides(identity) != _decides(first):
-            member.stranger = identity
+            member.other_model = identity
             raise PeerMismatch(
                 f"The target at {member.name} is no replica of the others: {_shown(identity)} instead of "
                 f"{_shown(first)}; give it a name of its own."
             )
-        member.identity, member.stranger = identity, None
+        member.identity, member.other_model = identity, None
         return identity
 
     async def ping(self) -> Identity:
@@ -202,7 +201,7 @@ class ReplicaSession:
         """
         async with self.used(self._trusted()) as member:
             try:
-                identity = await self.replicas.meet(member)
+                identity = await self.replicas.identify(member)
             except PeerMismatch as error:
                 raise WorkerUnreachable(str(error)) from error
             self.is_moved = False
@@ -243,10 +242,10 @@ class ReplicaSession:
         used, self._used = self._used | {self._replica}, set[Replica]()
         # Nobody waits for a replica that is silent, unless it is the last one that was asked.
         asked = [member for member in used if member.is_ready or member is self._replica]
-        await asyncio.gather(*(member.verifier.close(session) for member in asked))
         for member in used:
             if not member.is_ready:
-                member.owe(session)
+                member.close_later(session)
+        await asyncio.gather(*(member.verifier.close(session) for member in asked))
 
     def leave(self) -> None:
         """Count the session no more."""
@@ -275,7 +274,7 @@ class ReplicaSession:
             raise ReplicaFull(str(error)) from error
         except WorkerUnreachable as error:
             is_last = self._note_refusal(member)
-            member.say(is_ready=False, why=str(error))
+            member.set_ready(is_ready=False, why=str(error))
             self._move(member)
             if not self._replica.is_ready:
                 raise

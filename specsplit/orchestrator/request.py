@@ -144,7 +144,7 @@ class RoundFacts:
     """Verified."""
     num_accepted: int
     verify_s: float
-    choice: Decision | None
+    decision: Decision | None
     """The decision of `auto`: its plan, and the best plan of every mode with the tokens per second predicted for it."""
     tree: Proposal
     """The nodes that the target was sent."""

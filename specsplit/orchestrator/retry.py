@@ -26,7 +26,7 @@ from specsplit.orchestrator.closings import Closings
 from specsplit.orchestrator.events import RequestEvents, reason_of
 from specsplit.orchestrator.request import RetryPolicy
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 RETRIED = (WorkerUnreachable, DeadlineExceeded, WorkerFailed, NoFreeSlot)
 """Errors after which the same call may still succeed."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
@@ -34,7 +34,7 @@ _HEARD_S = 10.0
 """A target that said so lately that the request waits is not silent. Chosen: it says so every five seconds."""
 _LEAST_WAIT_S = 1e-3
 _LEAST_TRY_S = 5.0
-"""Limit of an attempt that begins when `retry_s` is nearly over, unless `retry_s` itself is less."""
+"""Least limit of an attempt; of one that begins when a `retry_s` shorter than that is nearly over, `retry_s`."""
 
 
 class ReplicaLost(WorkerUnreachable):
@@ -98,13 +98,13 @@ class Retrier:
         self.queue_s += queue_s
         return queue_s
 
-    async def ask(self, send: Callable[..., Awaitable[Answer]], *arguments: object, work_s: float = math.inf) -> Answer:
+    async def ask(self, send: Callable[..., Awaitable[T]], *arguments: object, work_s: float = math.inf) -> T:
         """Return what `send` answers to `arguments`; it is called again while the target is away, at fault or full.
 
         A peer that is dead shows by its missing keepalives, but something may live and never answer. So an attempt gets
-        `retry_s`, or what is left of it, and beyond that `work_s`: an upper bound on how long a target that is well
-        works on this answer, such as a whole prompt after a restart. It is infinite as long as nobody knows; then the
-        call's own limit is all there is. A target on this event loop is never silent, and has no such limit.
+        `retry_s`, or what is left of it, and a few seconds at least; and beyond that `work_s`: an upper bound on how
+        long a target that is well works on this answer, such as a whole prompt after a restart. It is infinite as long
+        as nobody knows; then the call's own limit is all there is, as it is for a target on this event loop.
 
         Raises:
             DeadlineExceeded: the request's own deadline passed.
@@ -125,7 +125,7 @@ class Retrier:
     def _limit_s(self, retry_s: float, work_s: float) -> float:
         return retry_s + work_s if self.policy.can_be_silent else math.inf
 
-    async def _attempt(self, send: Callable[[], Awaitable[Answer]], limit_s: float = math.inf) -> Answer:
+    async def _attempt(self, send: Callable[[], Awaitable[T]], limit_s: float = math.inf) -> T:
         """Return the answer, if it comes before the request's deadline and within `limit_s`."""
         remaining_s = self.remaining_s
         if remaining_s <= 0:
@@ -160,11 +160,11 @@ class Retrier:
 
     async def ask_again(
         self,
-        send: Callable[..., Awaitable[Answer]],
+        send: Callable[..., Awaitable[T]],
         *arguments: object,
         error: SpecSplitError,
         work_s: float = math.inf,
-    ) -> Answer:
+    ) -> T:
         """Do the same after a first attempt that ended with `error`; raises what `ask` raises."""
         if isinstance(error, Overloaded) and error.limit != "tokens" and await self._earlier.wait(self.remaining_s):
             # What was lacking may be had by now: the session of a request that has its answer was being closed.
@@ -175,7 +175,7 @@ class Retrier:
                 error = next_error
         return await self._retry(partial(send, *arguments), error, work_s)
 
-    async def _retry(self, again: Callable[[], Awaitable[Answer]], error: SpecSplitError, work_s: float) -> Answer:
+    async def _retry(self, again: Callable[[], Awaitable[T]], error: SpecSplitError, work_s: float) -> T:
         """Ask again and again after an attempt that ended with `error`.
 
         The time for which a target that refuses says to wait does not count as `retry_s`, up to MAX_REFUSED_S.

@@ -95,7 +95,7 @@ class Rounds:
                 num_nodes=len(result.verdict.verified),
                 num_accepted=num_accepted,
                 verify_s=result.verify_s,
-                choice=result.plan.decision,
+                decision=result.plan.decision,
                 tree=result.speculation.proposal,
                 verdict=result.verdict,
                 path_length=path_length,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,9 +16,9 @@ from specsplit.core.errors import LinkError, Overloaded, ResourceError
 from specsplit.core.ports import Tokenizer, Verifier
 from specsplit.core.types import FinishReason, Identity, SessionParams
 from specsplit.engine.cancellation import to_its_end
-from specsplit.orchestrator.audit import open_audit
+from specsplit.orchestrator.audit import audited_params, open_audit
 from specsplit.orchestrator.audited_target import AuditedTarget
-from specsplit.orchestrator.closings import CLOSE_S, log_failure
+from specsplit.orchestrator.closings import CLOSE_S, Closings, log_failure
 from specsplit.orchestrator.draft_client import DraftClient
 from specsplit.orchestrator.events import RequestEvents
 from specsplit.orchestrator.peer import DraftPeer, TargetPeer
@@ -41,9 +41,6 @@ from specsplit.speculation.lookup import TextLookup
 from specsplit.speculation.options import Speculation
 from specsplit.speculation.round_plan import RoundPlanner, stream_limits
 
-KeepClosing = Callable[[asyncio.Task[None]], None]
-"""Takes a close that has begun, so that it ends with the orchestrator at the latest."""
-
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
@@ -59,7 +56,8 @@ class SessionContext:
     speculation: Speculation
     modes: Sequence[RoundMode]
     """The modes that `auto` may choose beside plain decoding."""
-    keep_closing: KeepClosing
+    closings: Closings
+    """Those of the orchestrator, so that a close that has begun ends with it at the latest."""
 
 
 def resolved_mode(speculation: Speculation, modes: Sequence[RoundMode]) -> Mode:
@@ -86,12 +84,13 @@ class Session:
         mode = resolved_mode(speculation, context.modes)
         retrier.waits_for_streams = mode != "auto"
         target = context.target.member(context.verifier)
-        stats = target.stats(context.draft, is_greedy=request.sampling.is_greedy, plans=decides(speculation))
+        stats = target.stats(context.draft, is_greedy=request.sampling.is_greedy, is_planning=decides(speculation))
         stats.times.adopt(identity, context.draft.identity if context.draft is not None else None)
 
-        contract = SessionContract("target", key, history, params, events)
+        contract = SessionContract("target", key, history, audited_params(params, context.verifier), events)
         limits = stream_limits(speculation, identity)
-        self._audit = open_audit(context.verifier, contract, retrier)
+        shows_log_probs = params.top_logprobs is not None
+        self._audit = open_audit(context.verifier, contract, retrier, shows_log_probs=shows_log_probs)
         self._target = (
             TargetClient(context.verifier, identity, contract, retrier, limits)
             if self._audit is None
@@ -104,15 +103,16 @@ class Session:
         """That of the draft's, unless the draft is slow or away: nobody waits for such a one."""
         self._speculator: Speculator | None = None
         # All sources share one speculator, hence one tree: `auto` may change the source between any two rounds.
-        sources: Mapping[RoundMode, Source] = {"plain": PlainSource(history)}
+        plain = PlainSource(history)
+        sources: Mapping[RoundMode, Source] = {"plain": plain}
         if mode != "plain":
             if mode != "lookup" and context.draft is not None:
-                contract = DraftContract(key, history, params, events)
-                self._draft = DraftClient(context.draft, contract, retrier, stats)
+                draft_contract = DraftContract(key, history, params, events)
+                self._draft = DraftClient(context.draft, draft_contract, retrier, stats)
             reader = context.target.lookup_reader
             lookup = TextLookup(reader, history.ids, params.eos_ids) if speculation.lookup else None
             self._speculator = Speculator(history, identity.vocab_size, stats, self._draft, lookup)
-            sources = _sources(self._speculator, self._target, PlainSource(history))
+            sources = _sources(self._speculator, self._target, plain)
 
         end, max_nodes = params.prompt_length + params.max_tokens, identity.max_nodes
         planner = RoundPlanner(speculation, mode, context.modes, stats, end=end, max_nodes=max_nodes)
@@ -213,7 +213,7 @@ class Session:
     def _begin_close(self, closing: Coroutine[None, None, None]) -> asyncio.Task[None]:
         close = asyncio.create_task(closing, name="specsplit-close")
         close.add_done_callback(log_failure)
-        self._context.keep_closing(close)
+        self._context.closings.add(close)
         return close
 
     async def _wait_closed(self, *, is_failing: bool) -> None:

@@ -194,7 +194,7 @@ class DraftContract(SessionContract):
         self.num_skipped = 0
         """Those that it had left out when it answered last."""
 
-    def know(self, draft: Identity | None) -> None:
+    def set_window(self, draft: Identity | None) -> None:
         """Go by what the draft says of itself."""
         self.window = draft.context if draft is not None and draft.has_window else 0
 

@@ -71,8 +71,7 @@ class TargetClient:
         self._verifier, self._retrier, self.limits = verifier, retrier, limits
         self._loop = asyncio.get_running_loop()
         self._token_work_s = math.inf
-        """More seconds than the target needs for a token, infinity before it has answered once."""
-        # Tokens by the hundred cost less each than the few of a round, and others may be at it, too.
+        """More seconds than the target needs for a token, one of many or beside others; infinity before an answer."""
         self._open: _OpenStream | None = None
         self._waited_since_s = 0.0
         """When the last commit began to be waited for."""
@@ -273,7 +272,7 @@ def _shifted(verdict: Verdict, shift: int) -> Verdict:
 
 
 def renumbered(verdict: Verdict, accepted: tuple[int, ...], verified: tuple[int, ...]) -> Verdict:
-    """Return the verdict with other numbers of its nodes."""
+    """Return the verdict with other numbers of its nodes, and without what a stream found by lookup."""
     rest = verdict.timings, verdict.revision, verdict.log_probs, verdict.num_reused
     return Verdict(accepted, verdict.token_ids, verdict.length, verified, *rest)
 

@@ -67,17 +67,16 @@ class Acceptance:
     rank among the siblings, for lookup the match length, depth and rank, and the draft's again where both agree.
     """
 
-    def __init__(self, *, half_life: float = HALF_LIFE, prior_weight: float = PRIOR_WEIGHT) -> None:
+    def __init__(self, *, half_life: float = HALF_LIFE) -> None:
         self.log_probs = list(_LOG_PRIORS)
         """Log-probability by cell that a node of it is accepted, given that its parent is."""
         self._memory = 0.5 ** (1 / half_life)
-        self._prior_weight = prior_weight
         self._num_seen = [0.0] * NUM_CELLS
         self._num_accepted = [0.0] * NUM_CELLS
 
     def observe(self, nodes: Iterable[tuple[int, bool]]) -> None:
         """Count nodes whose parents were accepted: of each the cell, and whether the node was accepted, too."""
-        memory, weight, num_seen, num_accepted = self._memory, self._prior_weight, self._num_seen, self._num_accepted
+        memory, weight, num_seen, num_accepted = self._memory, PRIOR_WEIGHT, self._num_seen, self._num_accepted
         # Each observation makes the older ones of its cell a little lighter, so that both sums stay finite.
         for cell, is_accepted in nodes:
             seen = num_seen[cell] = num_seen[cell] * memory + 1

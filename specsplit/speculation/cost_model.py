@@ -48,7 +48,7 @@ class Costs:
     verify: StepTimes
     draft: DraftTimes | None = None
     """None if trees cost nothing."""
-    round_trip_s: float = 0.0
+    gap_s: float = 0.0
     """Seconds between two forwards: the way to the target and back, and the orchestrator's own."""
     hit_rate: float = 0.0
     """Share of rounds whose outcome was already drafted when the verdict came."""
@@ -135,7 +135,7 @@ def grown_by_nodes(
 def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs, num_forks: int = 0) -> float:
     """Return the seconds of one round (docs/algorithms.md, section 5; `costs.draft_s` is D t_d + the draft's way).
 
-    So the draft's way counts where its call does, and `round_trip_s` is the target's alone; with a draft next door
+    So the draft's way counts where its call does, and `gap_s` is the target's alone; with a draft next door
     these are L0, L1 and L1' as written. A plain round pays the target's way too; a stream without nodes does not,
     until it is `max_unacknowledged` commits ahead.
     """
@@ -146,20 +146,20 @@ def round_s(mode: RoundMode, nodes: int, depth: int, costs: Costs, num_forks: in
 
 def _rounds_s(mode: RoundMode, trees: Sequence[_Timed], costs: Costs) -> list[float]:
     """Return the seconds of a round with each of the trees."""
-    round_trip_s, hit_rate = costs.round_trip_s, costs.hit_rate
-    gap_s = round_trip_s + costs.tree_s
+    gap_s, hit_rate = costs.gap_s, costs.hit_rate
+    tree_gap_s = gap_s + costs.tree_s
     if mode == "pingpong":
-        return [draft_s + gap_s + verify_s for _, draft_s, verify_s in trees]
+        return [draft_s + tree_gap_s + verify_s for _, draft_s, verify_s in trees]
     if mode == "overlap":
-        return [max(verify_s + gap_s, draft_s) + (1 - hit_rate) * draft_s for _, draft_s, verify_s in trees]
+        return [max(verify_s + tree_gap_s, draft_s) + (1 - hit_rate) * draft_s for _, draft_s, verify_s in trees]
     if mode != "stream":
-        return [verify_s + (gap_s if nodes else round_trip_s) for nodes, _, verify_s in trees]
+        return [verify_s + (tree_gap_s if nodes else gap_s) for nodes, _, verify_s in trees]
     seconds: list[float] = []
     for nodes, draft_s, verify_s in trees:
-        way_s = round_trip_s + draft_s
+        way_s = gap_s + draft_s
         # On a hit only the part of the way that a verify does not cover is waited for, on a miss all of it.
         wait_s = hit_rate * max(0.0, way_s - verify_s) + (1 - hit_rate) * way_s if nodes else 0.0
-        seconds.append(max(verify_s + wait_s, round_trip_s / costs.max_unacknowledged))
+        seconds.append(max(verify_s + wait_s, gap_s / costs.max_unacknowledged))
     return seconds
 
 

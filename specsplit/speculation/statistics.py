@@ -64,13 +64,13 @@ class _Learned:
 class SpeculationStats:
     """Measured times and counted outcomes of rounds; older ones count less, so that they follow a change.
 
-    `plans` says whether these statistics serve `auto` or a stream. Those need all of it; other modes need only the
-    acceptance, so the rest is not counted for them. Callers check `plans` before they add to `times`. `here` are the
+    `is_planning` says whether these statistics serve `auto` or a stream. Those need all of it; other modes need only
+    the acceptance, so the rest is not counted for them. Callers check it before they add to `times`. `here` are the
     sessions of this process at the target.
     """
 
-    def __init__(self, *, plans: bool = True, here: DecodingSessions | None = None) -> None:
-        self.plans = plans
+    def __init__(self, *, is_planning: bool = True, here: DecodingSessions | None = None) -> None:
+        self.is_planning = is_planning
         self.times = WorkerTimes(here)
         self.acceptance = Acceptance()
         self.probes = ProbeAllowance()
@@ -92,7 +92,7 @@ class SpeculationStats:
         # Committed tokens decide nodes that nobody verified, too: under coupled picks the target's pick there is known.
         judged, cells = tree.nodes.tested(token_ids), tree.cells
         self.acceptance.observe([(cells[node], is_right) for node, is_right in judged])
-        if tree.drafted.count and self.plans:
+        if tree.drafted.count and self.is_planning:
             self._learned.predictors[True].hope.num_seen += 1
             # What lookup knows and the draft does not says nothing of a tree that the draft is asked for.
             ranks = tree.drafted_ranks()
@@ -101,7 +101,7 @@ class SpeculationStats:
 
     def observe_propose(self, timings: Timings, wall_s: float | None) -> None:
         """Count a propose that was answered, in `wall_s` seconds, or None if it was a probe."""
-        if self.plans:
+        if self.is_planning:
             self.times.observe_propose(timings, wall_s)
             if wall_s is None:
                 self.probes.spend((timings.device_ms + timings.sampling_ms) / 1e3)
@@ -134,7 +134,7 @@ class SpeculationStats:
     def observe_lookup(self, found: LookupTree, token_ids: Sequence[int]) -> None:
         """Count what a plain round with lookup's nodes would have gained here, whatever was run."""
         times, verify = self.times, self.times.verify
-        if not self.plans or verify is None:
+        if not self.is_planning or verify is None:
             return
         if not found.cells:
             self._lookup_share.observe(1, 0, 0.0)

@@ -105,7 +105,7 @@ class StepSessions:
         return max(round(self._share.value * max(self._here.count, 1)), 1) + self._others.value
 
 
-class BesideTimes:
+class OverheadTimes:
     """Seconds beside the forwards, of one session alone or of several that share its steps."""
 
     __slots__ = (
@@ -131,9 +131,9 @@ class BesideTimes:
         self._num_trees = self._num_plain = 0
         """Rounds with nodes, and plain rounds since the last of them."""
 
-    def for_several(self) -> BesideTimes:
+    def for_several(self) -> OverheadTimes:
         """Return what rounds of several sessions begin with."""
-        begun = BesideTimes(self.round_trip_s, self._overhead.value)
+        begun = OverheadTimes(self.round_trip_s, self._overhead.value)
         begun._tree, begun._behind_tree = doubted(self._tree.value), doubted(self._behind_tree.value)
         begun._least_tree_s, begun._least_behind_s = self._least_tree_s, self._least_behind_s
         return begun
@@ -223,8 +223,8 @@ class WorkerTimes:
         self.taken_in = RunningMedian(0.0)  # seconds of the draft's device for a token of a long text that it lacks
         self.plain = PlainTimes()
         self.text_s = 0.0  # that a forward of the present round takes for its text beside its rows
-        self._alone = BesideTimes()
-        self._shared: BesideTimes | None = None
+        self._alone = OverheadTimes()
+        self._shared: OverheadTimes | None = None
 
     @property
     def has_seen_plain(self) -> bool:
@@ -244,19 +244,19 @@ class WorkerTimes:
     @property
     def gap_s(self) -> float:
         """Seconds between two forwards in a round without a draft: the round trip and the orchestrator's own."""
-        return self._beside(self.sessions.value).gap_s
+        return self._overhead(self.sessions.value).gap_s
 
     @property
     def sessions_s(self) -> float:
         """Seconds that a long text, and the other sessions of a step, add to it beside their rows."""
         num_sessions = self.sessions.value
-        return self.text_s + (num_sessions - 1) * self._beside(num_sessions).session_s
+        return self.text_s + (num_sessions - 1) * self._overhead(num_sessions).session_s
 
     @property
     def tree_s(self) -> float:
         """Seconds that having nodes at all costs, beside their rows: in a round, and in a plain one behind it."""
         num_sessions, verify = self.sessions.value, self.verify
-        return self._beside(num_sessions).tree_s(verify.seconds(num_sessions)) if verify is not None else 0.0
+        return self._overhead(num_sessions).tree_s(verify.seconds(num_sessions)) if verify is not None else 0.0
 
     def adopt(self, target: Identity, draft: Identity | None) -> None:
         """Begin with what the workers measured themselves, unless more is known already."""
@@ -303,7 +303,7 @@ class WorkerTimes:
         forward_s, num_sessions = forwards_s(timings), step_sessions(timings)
         if step_rows(timings) <= 0 or forward_s <= 0:
             return
-        beside = self._beside(num_sessions)
+        beside = self._overhead(num_sessions)
         if self.verify is None or beside.counts_forward(course):
             self._observe_forward(timings, is_concurrent=is_concurrent, num_forks=num_forks)
         else:  # what the forward behind a tree takes more is part of the tree's costs
@@ -345,7 +345,7 @@ class WorkerTimes:
             return 0
         num_sessions = self.sessions.value
         forward_s = self.verify.seconds((nodes + 1) * num_sessions) + self.sessions_s
-        return min(math.ceil(self._beside(num_sessions).round_trip_s / forward_s - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
+        return min(math.ceil(self._overhead(num_sessions).round_trip_s / forward_s - STEPS_AWAY_SLACK), MAX_STEPS_AWAY)
 
     def draft_s(self, nodes: int, depth: int) -> float:
         """Return the seconds that a draft's tree usually takes, its way included; inf if nothing is known of them."""
@@ -386,11 +386,11 @@ class WorkerTimes:
             forward_s = rows_s(forward_s, num_forks * num_sessions * self.plain.fork_s)
         more_s = forward_s - curve.seconds(rows) if num_sessions > 1 else 0.0
         if more_s > 0:
-            self._beside(num_sessions).observe_session(more_s / (num_sessions - 1))
+            self._overhead(num_sessions).observe_session(more_s / (num_sessions - 1))
         else:  # one session alone, or several that took less: so many rows of one would take no more
             curve.observe(rows, forward_s)
 
-    def _beside(self, num_sessions: int) -> BesideTimes:
+    def _overhead(self, num_sessions: int) -> OverheadTimes:
         """Return what steps of so many sessions have beside their rows; several begin with what one alone has shown."""
         # Several whose rounds meet in no step wait for each other all the same.
         if num_sessions == 1 and self.sessions.load == 1:

@@ -80,8 +80,6 @@ class SessionStatistics:
     """The sessions of one worker at one moment."""
 
     num_sessions: int
-    num_idle: int
-    """Sessions that could expire or be evicted."""
     num_slots_used: int
     """Slots of sessions and of borrowers; warm ones are as good as free."""
     num_slots_warm: int = 0

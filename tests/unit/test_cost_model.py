@@ -38,10 +38,8 @@ def draft_of(level_s: float, call_s: float = 0.0) -> DraftTimes:
     return DraftTimes(StepTimes({1: level_s}), call_s)
 
 
-def costs_of(
-    verify: dict[int, float], level_s: float = 1e-3, round_trip_s: float = 0.0, hit_rate: float = 0.5
-) -> Costs:
-    return Costs(StepTimes(verify), draft_of(level_s), round_trip_s, hit_rate)
+def costs_of(verify: dict[int, float], level_s: float = 1e-3, gap_s: float = 0.0, hit_rate: float = 0.5) -> Costs:
+    return Costs(StepTimes(verify), draft_of(level_s), gap_s, hit_rate)
 
 
 def logs(*probabilities: float) -> list[float]:
@@ -202,7 +200,7 @@ def test_a_chain_is_predicted_by_its_depths():
 
 def test_round_times_are_those_of_the_design():
     verify = StepTimes({1: 10e-3, 5: 14e-3})
-    costs = Costs(verify, draft_of(2e-3), round_trip_s=6e-3, hit_rate=0.75)
+    costs = Costs(verify, draft_of(2e-3), gap_s=6e-3, hit_rate=0.75)
     assert round_s("plain", 0, 0, costs) == pytest.approx(16e-3)
     assert round_s("lookup", 4, 2, costs) == pytest.approx(20e-3)
     assert round_s("pingpong", 4, 2, costs) == pytest.approx(4e-3 + 6e-3 + 14e-3)
@@ -211,7 +209,7 @@ def test_round_times_are_those_of_the_design():
     assert round_s("stream", 4, 2, costs) == pytest.approx(14e-3 + 0.25 * 10e-3)
     assert round_s("stream", 4, 5, costs) == pytest.approx(14e-3 + 0.75 * 2e-3 + 0.25 * 16e-3)
     assert round_s("stream", 0, 0, costs) == pytest.approx(10e-3)
-    assert round_s("stream", 0, 0, replace(costs, round_trip_s=1.0, max_unacknowledged=4)) == pytest.approx(0.25)
+    assert round_s("stream", 0, 0, replace(costs, gap_s=1.0, max_unacknowledged=4)) == pytest.approx(0.25)
     assert tokens_per_s("pingpong", 2.4, 4, 2, costs) == pytest.approx(100)
 
 
@@ -226,7 +224,7 @@ def test_a_longer_way_never_helps_and_a_better_hit_rate_never_hurts(
 ):
     here = round_s(mode, nodes, depth, costs)
     slack = 1 + 1e-9
-    assert round_s(mode, nodes, depth, replace(costs, round_trip_s=costs.round_trip_s + further_s)) * slack >= here
+    assert round_s(mode, nodes, depth, replace(costs, gap_s=costs.gap_s + further_s)) * slack >= here
     hit_more = replace(costs, hit_rate=max(hit_rate, costs.hit_rate))
     assert round_s(mode, nodes, depth, hit_more) <= here * slack
 
@@ -243,7 +241,7 @@ def test_a_longer_round_trip_favours_pingpong_over_plain(costs: Costs, nodes: in
     def gain(costs: Costs) -> float:
         return tokens_per_s("pingpong", 2, nodes, depth, costs) / tokens_per_s("plain", 1, 0, 0, costs)
 
-    assert gain(replace(costs, round_trip_s=costs.round_trip_s + further_s)) >= gain(costs) * (1 - 1e-9)
+    assert gain(replace(costs, gap_s=costs.gap_s + further_s)) >= gain(costs) * (1 - 1e-9)
 
 
 @settings(deadline=None, max_examples=50)
@@ -296,9 +294,9 @@ def test_a_slow_draft_is_left_for_lookup_and_lookup_for_plain_decoding():
 
 def test_a_long_way_asks_for_a_stream_and_a_short_one_for_less():
     profiles_by_mode = dict.fromkeys(("pingpong", "overlap", "stream"), GOOD)
-    far = costs_of(STAIRCASE, level_s=0.5e-3, round_trip_s=10e-3, hit_rate=0.8)
+    far = costs_of(STAIRCASE, level_s=0.5e-3, gap_s=10e-3, hit_rate=0.8)
     assert choose_plan(profiles_by_mode, far, LIMITS).mode == "stream"
-    near = costs_of(STAIRCASE, level_s=5e-3, round_trip_s=0, hit_rate=0.0)
+    near = costs_of(STAIRCASE, level_s=5e-3, gap_s=0, hit_rate=0.0)
     assert choose_plan({"pingpong": GOOD, "overlap": GOOD}, near, LIMITS).mode == "pingpong"
 
 
@@ -353,7 +351,7 @@ def test_plain_decoding_needs_no_margin_but_patience():
 
 
 def test_a_stream_without_nodes_needs_a_margin_over_plain_decoding():
-    near, far = (replace(costs_of(STAIRCASE), round_trip_s=share * STAIRCASE[1]) for share in (0.04, 0.2))
+    near, far = (replace(costs_of(STAIRCASE), gap_s=share * STAIRCASE[1]) for share in (0.04, 0.2))
     first = choose_plan({}, near, LIMITS)
     assert first.mode == "plain"
     for costs, expected in ((near, "plain"), (far, "stream")):

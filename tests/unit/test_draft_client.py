@@ -78,10 +78,10 @@ def test_peers_are_shared_as_long_as_anybody_uses_them() -> None:
     assert one is not target_peer(workers()[0])
     peer = draft_peer(draft, one, rng)
     assert draft_peer(draft, one, rng) is peer
-    stats = one.stats(peer, is_greedy=True, plans=True)
-    assert other.stats(peer, is_greedy=True, plans=True) is stats
-    assert other.stats(peer, is_greedy=False, plans=True) is not stats
-    assert other.stats(None, is_greedy=True, plans=True) is not stats
+    stats = one.stats(peer, is_greedy=True, is_planning=True)
+    assert other.stats(peer, is_greedy=True, is_planning=True) is stats
+    assert other.stats(peer, is_greedy=False, is_planning=True) is not stats
+    assert other.stats(None, is_greedy=True, is_planning=True) is not stats
     forgotten = weakref.ref(one)
     del one, other, peer, stats
     gc.collect()

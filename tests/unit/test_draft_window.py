@@ -155,7 +155,7 @@ def test_what_a_draft_reads_is_known_before_it_is_asked(
     contract = DraftContract("key", TokenHistory([5] * length), params, RequestEvents())
     contract.num_held, contract.num_skipped = num_held, num_skipped
     assert contract.num_to_read == length - num_held, "nobody knows of a window"
-    contract.know(load("llama", CONTEXT).identity)
+    contract.set_window(load("llama", CONTEXT).identity)
     assert contract.num_to_read == expected
     assert contract.is_far_behind == (expected > length - num_held), "a window that moves is read to its end"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from tests.contract.stream_contract import VerifyStreamContract
 from tests.contract.verifier_contract import VerifierContract
 from tests.support.fakes import FakeDraft, FakeTarget, plain_tokens
 from tests.support.replicas import REQUEST, Killable, made, over
+from tests.support.rpc_servers import wait_until
 from tests.support.virtual_time import run_virtual
 
 
@@ -234,11 +235,6 @@ async def test_other_numerics_are_said() -> None:
     assert "replaced by one with other numerics" in result.exactness_reason
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  (nothing tells when a ping was answered)
-        await asyncio.sleep(0.005)
-
-
 async def test_pings_find_a_lost_replica_and_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "PING_S", 0.01)
     targets = [Killable(), Killable()]
@@ -247,6 +243,6 @@ async def test_pings_find_a_lost_replica_and_its_return(monkeypatch: pytest.Monk
     async with asyncio.timeout(30):
         for is_lost in (True, False):
             targets[0].is_lost = is_lost
-            await until(lambda is_lost=is_lost: together.members[0].is_ready != is_lost)
+            await wait_until(lambda is_lost=is_lost: together.members[0].is_ready != is_lost)
             assert together.num_ready == 2 - is_lost
     watching.cancel()

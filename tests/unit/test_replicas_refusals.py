@@ -18,7 +18,7 @@ from specsplit.core.errors import (
     WorkerFailed,
     WorkerUnreachable,
 )
-from specsplit.core.types import Proposal, Scores, Turn, Verdict
+from specsplit.core.types import Identity, Proposal, Scores, Turn, Verdict
 from specsplit.orchestrator import replicas
 from specsplit.orchestrator.replicas import Replicas
 from tests.contract.session_contract import Script
@@ -135,7 +135,7 @@ async def test_a_replica_that_was_silent_frees_what_was_left_there() -> None:
         targets[0].faults.gate = asyncio.Event()
         waiting = asyncio.create_task(session.verify(script.turn((1, 2, 3), 2), proposal))
         await asyncio.sleep(0)
-        together.members[0].say(is_ready=False, why="it does not answer.")
+        together.members[0].set_ready(is_ready=False, why="it does not answer.")
         waiting.cancel()
         await asyncio.wait({waiting})
         await session.close(script.session)
@@ -175,17 +175,60 @@ def test_a_session_that_cannot_be_freed_stops_no_ping(refusal: Exception, is_owe
         (member, other), script = together.members, Script((1, 2, 3))
         await target.verify(script.first((1, 2, 3)), Proposal(first_node=1, root_position=2))
         target.refusal = refusal
-        member.owe(script.session)
+        member.close_later(script.session)
         watching = asyncio.create_task(together.watch())
         await asyncio.sleep(3.5 * replicas.PING_S)
         assert not watching.done()
         assert list(member.unfreed) == [script.session] * is_owed
         target.refusal = None
-        other.say(is_ready=False, why="it is lost.")
+        other.set_ready(is_ready=False, why="it is lost.")
         await asyncio.sleep(3.0 * replicas.PING_S)
         assert other.is_ready
         assert not member.unfreed
         assert bool(target.slots) != is_owed
+        watching.cancel()
+
+    run_virtual(main)
+
+
+def test_a_silent_target_is_owed_what_another_one_refuses_to_end() -> None:
+    async def main() -> None:
+        silent, refusing = Killable(), Grudging()
+        together = Replicas({"silent": silent, "refusing": refusing})
+        script, proposal = Script((1, 2, 3)), Proposal(first_node=1, root_position=2)
+        with together.session() as session:
+            await session.verify(script.first((1, 2, 3)), proposal)
+            silent.lose()
+            with pytest.raises(WorkerUnreachable):
+                await session.verify(script.first((1, 2, 3)), proposal)
+            refusing.refusal = NoFreeSlot("it is full")
+            with pytest.raises(NoFreeSlot):
+                await session.close(script.session)
+        assert list(together.members[0].unfreed) == [script.session]
+
+    run_virtual(main)
+
+
+class Broken(FakeTarget):
+    """A target whose client has a bug while `is_broken` is set."""
+
+    is_broken = False
+
+    async def ping(self) -> Identity:
+        if self.is_broken:
+            raise RuntimeError("a bug")
+        return await super().ping()
+
+
+def test_whatever_a_ping_ends_with_the_watch_goes_on() -> None:
+    async def main() -> None:
+        target = Broken()
+        together = Replicas({"a": target, "b": FakeTarget()})
+        watching = asyncio.create_task(together.watch())
+        for is_broken in (True, False):
+            target.is_broken = is_broken
+            await asyncio.sleep(2.5 * replicas.PING_S)
+            assert together.members[0].is_ready != is_broken
         watching.cancel()
 
     run_virtual(main)

@@ -22,6 +22,7 @@ from specsplit.model.loader import LoadedModel, load_model
 from specsplit.target.engine import TargetEngine
 from tests.contract.session_contract import Script
 from tests.support.model_zoo import FAMILIES, VOCAB, save_model
+from tests.support.rpc_servers import wait_until
 from tests.support.runners import SteeredRunner, steered
 
 CONTEXT = 2048
@@ -155,6 +156,19 @@ async def test_without_a_free_slot_nothing_is_scored_and_the_sessions_go_on() ->
         await engine.verify(turn, Proposal(1, turn.base_length))
         await engine.close(script.session)
         assert len((await engine.score([5], [5])).log_probs) == 1
+
+
+async def test_no_client_closes_a_score_that_waits() -> None:
+    async with scoring(max_sessions=1) as (engine, _):
+        engine.open_queue(4)
+        script = Script()
+        await engine.verify(script.first(), Proposal(1, len(script.first().tail) - 1))
+        waiting = asyncio.create_task(engine.score([5], [5]))
+        await wait_until(lambda: engine.load.num_waiting == 1)
+        for name in ("background", *(f"background {number}" for number in range(100))):
+            await engine.close(name)
+        await engine.close(script.session)
+        assert len((await waiting).log_probs) == 1
 
 
 async def test_scores_side_by_side_do_not_mix_and_one_too_many_is_refused() -> None:

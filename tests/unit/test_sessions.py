@@ -116,7 +116,7 @@ class Served:
         self.engine.check_integrity()
         held = self.engine.statistics()
         sessions = replace(held.sessions, num_slots_warm=0, num_reused_tokens=0)
-        assert sessions == SessionStatistics(0, 0, 0)
+        assert sessions == SessionStatistics(0, 0)
         assert held.work == WorkStatistics(0, 0, has_work=False)
 
 

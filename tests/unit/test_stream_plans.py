@@ -10,7 +10,7 @@ from specsplit.speculation.cost_model import Costs, Limits, ModePlan, Profile, R
 from specsplit.speculation.step_times import StepTimes
 from specsplit.speculation.worker_times import DraftTimes
 
-FAR = Costs(StepTimes({1: 0.020, 9: 0.022}), DraftTimes(StepTimes({1: 0.001})), round_trip_s=0.010, hit_rate=0.6)
+FAR = Costs(StepTimes({1: 0.020, 9: 0.022}), DraftTimes(StepTimes({1: 0.001})), gap_s=0.010, hit_rate=0.6)
 GOOD = Profile((0.9, 0.85, 0.8), (0.4, 0.2))
 LIMITS = Limits()
 
@@ -41,6 +41,6 @@ def test_any_plan_with_a_tree_is_left_for_a_stream_without_one():
 def test_a_stream_without_nodes_is_as_quick_as_plain_forwards(beside: float):
     """What forwards take while a draft is at work says nothing of it: there is none."""
     shared = StepTimes({1: beside * 0.020, 9: beside * 0.022})
-    costs = replace(FAR, round_trip_s=0.0, verify_concurrent=shared)
+    costs = replace(FAR, gap_s=0.0, verify_concurrent=shared)
     assert tokens_per_s("stream", 1.0, 0, 0, costs) == pytest.approx(1 / 0.020)
-    assert tokens_per_s("stream", 1.0, 1, 1, costs) != tokens_per_s("stream", 1.0, 1, 1, replace(FAR, round_trip_s=0.0))
+    assert tokens_per_s("stream", 1.0, 1, 1, costs) != tokens_per_s("stream", 1.0, 1, 1, replace(FAR, gap_s=0.0))

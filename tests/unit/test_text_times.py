@@ -19,7 +19,7 @@ from specsplit.model.kv_cache import KVCache
 from specsplit.model.loader import Role
 from specsplit.rpc import codec
 from specsplit.speculation.constants import FORK_BASE, MEDIAN_WINDOW
-from specsplit.speculation.worker_times import BesideTimes, WorkerTimes
+from specsplit.speculation.worker_times import OverheadTimes, WorkerTimes
 from specsplit.target.engine import TargetEngine
 from tests.support.hash_model import hash_model
 from tests.unit.test_speculation_stats import TARGET
@@ -87,7 +87,7 @@ def test_what_is_told_counts_behind_any_text_without_a_round():
 
 
 def test_one_slow_round_with_a_tree_or_behind_it_is_not_blamed_on_trees():
-    beside = BesideTimes()
+    beside = OverheadTimes()
     beside.observe_round(0.001, 0.0, "plain")
     for course in ("tree", "behind tree"):
         beside.observe_round(0.021, 0.0, course)

@@ -128,8 +128,8 @@ class SteppedClock:
         return self.time_s
 
 
-def engine(clock: SteppedClock) -> TargetEngine:
-    model, _ = hash_model("target", max_sessions=1, context=96)
+def engine(clock: SteppedClock, max_sessions: int = 1) -> TargetEngine:
+    model, _ = hash_model("target", max_sessions=max_sessions, context=96)
     return TargetEngine(model, ttl_s=60, grace_s=5, clock=clock)
 
 
@@ -146,6 +146,23 @@ async def test_an_open_stream_keeps_its_slot_and_a_session_without_one_does_not(
     await stream.close(keeps_slot=True)
     assert await target.sweep() == 0, "it was used just now"
     clock.time_s = 7200.0
+    assert await target.sweep() == 1
+    await target.aclose()
+
+
+async def test_a_session_whose_stream_did_nothing_keeps_no_other_from_expiring() -> None:
+    clock = SteppedClock()
+    target = engine(clock, max_sessions=2)
+    turn, other = Script().first(), Script().first()
+    await target.verify(turn, without_tree(turn))
+    clock.time_s = 10.0
+    await target.verify(other, without_tree(other))
+    clock.time_s = 20.0
+    stream = target.open_stream(replace(turn, epoch=2, round=0), ONE)
+    await stream.close(keeps_slot=True)
+    clock.time_s = 75.0
+    assert await target.sweep() == 1
+    clock.time_s = 85.0
     assert await target.sweep() == 1
     await target.aclose()
 

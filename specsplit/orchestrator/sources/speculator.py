@@ -173,7 +173,7 @@ class Speculator:
         waits, has_nodes = self.waits, bool(result.verdict.verified)
         # Beside a draft that reads a long prompt nothing takes its usual time.
         is_usual = not (self.draft and self.draft.is_busy and self.draft.contract.lacks_long_text)
-        if result.number and self.stats.plans and is_usual and (has_nodes or self.stats.counts_plain):
+        if result.number and self.stats.is_planning and is_usual and (has_nodes or self.stats.counts_plain):
             course = "tree" if has_nodes else "behind tree" if waits.had_nodes else "plain"
             overhead_s = self._loop.time() - result.began_s - result.verify_s - waits.waited_s
             timings, forks = result.verdict.timings, num_forks(result.speculation.proposal.parents)
