@@ -148,8 +148,10 @@ class Tokenizer(Protocol):
         """Return the ids of `text`, special tokens included."""
         ...
 
-    def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
-        """Return the ids of a conversation by the model's chat template; no message has control tokens in it.
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], variables: Variables | None = None, *, continues: bool = False
+    ) -> list[int]:
+        """Return the ids of a conversation; with `continues` its last message is the answer's beginning.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
@@ -160,8 +162,8 @@ class Tokenizer(Protocol):
         """Return the text of one token within a text, that of a special token included."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`, by default without special tokens; incomplete UTF-8 becomes U+FFFD."""
         ...
 
     @property

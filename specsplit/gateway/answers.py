@@ -82,6 +82,8 @@ class Answers:
     """Counts the request as one of its caller's."""
     is_prompt_only: bool = False
     """Whether nothing is to be generated."""
+    is_scored: bool = False
+    """Whether the prompts are echoed with log-probabilities, which computes all of their rows."""
     spend: Spend = lambda count: None
     num_tokens: int = 0
     num_cached_tokens: int = 0
@@ -196,6 +198,7 @@ class Answers:
             async with places:
                 opening = await self.format.opening(number, self.requests[number * num_choices])
             if opening is not None and opening[1]:
+                self.is_scored = True
                 self.spend(0)  # its prompt was scored, whatever becomes of the answer
             return opening
 
@@ -229,7 +232,8 @@ class Answers:
         self.num_tokens += len(chunk.token_ids)
         self.spend(len(chunk.token_ids))
         if chunk.result is not None:
-            if not self.requests[index].choice:  # a prompt counts once, as in its usage
+            # A prompt counts once, as in its usage, and not if the rows are those of its own echo.
+            if not self.requests[index].choice and not self.is_scored:
                 self.num_cached_tokens += chunk.result.num_reused_tokens
             self.exactness_reason = self.exactness_reason or chunk.result.exactness_reason
         self.record.add(chunk.facts)

@@ -35,9 +35,10 @@ from specsplit.gateway.models import ModelTable, ServedModel
 from specsplit.gateway.other_servers import our_path
 from specsplit.gateway.page import PAGE_PATHS, page_routes
 from specsplit.gateway.quotas import GatewayQuotas
-from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, Generation
 from specsplit.gateway.sse import Event, EventStream, end_early, error_response, logged, until_disconnect
 from specsplit.gateway.statistics import Detail
+from specsplit.gateway.tokenization_bodies import DetokenizeBody, TokenizeBody
 from specsplit.limits import MAX_BODY_BYTES
 from specsplit.orchestrator.request import Request as GenerationRequest
 from specsplit.telemetry import spans
@@ -310,7 +311,8 @@ def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
         with gateway.quotas.answering(_quota_of(request), 0):
             if body.messages is not None:
                 messages = [message.for_template() for message in body.messages]
-                encoding = model.encode_messages(messages, variables=body.chat_template_kwargs)
+                continues, variables = bool(body.continue_final_message), body.chat_template_kwargs
+                encoding = model.encode_messages(messages, variables=variables, continues=continues)
             else:
                 encoding = model.encode(body.prompt or "")
             tokens = await until_disconnect(request.receive, encoding)
@@ -325,7 +327,7 @@ def _add_tokenization(app: FastAPI, gateway: Gateway) -> None:
                 400, f"tokens has an id outside the vocabulary of {model.identity.vocab_size}.", param="tokens"
             )
         with gateway.quotas.answering(_quota_of(request), 0):
-            decoding = asyncio.to_thread(model.tokenizer.decode, body.tokens)
+            decoding = asyncio.to_thread(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
             return {"prompt": await until_disconnect(request.receive, decoding)}
 
 

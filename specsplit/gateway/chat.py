@@ -21,7 +21,8 @@ async def conversation_ids(model: ServedModel, body: ChatBody, deadline: Deadlin
         DeadlineExceeded: it took longer.
     """
     messages = [message.for_template() for message in body.messages]
-    return tuple(await model.encode_messages(messages, deadline, body.template_variables))
+    continues = bool(body.continue_final_message)
+    return tuple(await model.encode_messages(messages, deadline, body.template_variables, continues=continues))
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.logprobs import TextOffsets, TokenEntry, completion_logprobs
 from specsplit.gateway.long_answers import slices
 from specsplit.gateway.models import ServedModel
-from specsplit.gateway.schemas import CompletionBody, Generation
+from specsplit.gateway.schemas import RANDOM_SEED, CompletionBody, Generation
 from specsplit.orchestrator.request import Request
 
 
@@ -51,7 +51,8 @@ def make_requests(
     sampling = body.sampling()
     # The choices of one prompt have one seed, as in OpenAI's API: the choice is part of the noise's key. A prompt that
     # comes twice without one has two, since it asks for two samples.
-    seeds = [secrets.randbits(64) if body.seed is None else body.seed % (1 << 64) for _ in prompts]
+    is_random = body.seed in (None, RANDOM_SEED)
+    seeds = [secrets.randbits(64) if is_random else (body.seed or 0) % (1 << 64) for _ in prompts]
     optional: dict[str, Any] = {} if body.priority is None else {"priority": body.priority}
     return [
         Request(
@@ -62,6 +63,7 @@ def make_requests(
             choice=choice,
             stop=body.stop,
             ignore_eos=bool(body.ignore_eos),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
             timeout_s=deadline.timeout_s,
             began_s=deadline.began_s,
             logprobs=logprobs,

@@ -67,14 +67,20 @@ class ServedModel:
         return await self._on_thread(self.tokenizer.encode, text, deadline)
 
     async def encode_messages(
-        self, messages: Sequence[ChatMessage], deadline: Deadline | None = None, variables: Variables | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        deadline: Deadline | None = None,
+        variables: Variables | None = None,
+        *,
+        continues: bool = False,
     ) -> list[int]:
         """Return the ids of a conversation, in the same way; raises as `encode` does.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
         """
-        return await self._on_thread(partial(self.tokenizer.encode_messages, variables=variables), messages, deadline)
+        encode = partial(self.tokenizer.encode_messages, variables=variables, continues=continues)
+        return await self._on_thread(encode, messages, deadline)
 
     async def _on_thread(self, encode: Callable[[T], list[int]], text: T, deadline: Deadline | None) -> list[int]:
         lock = self._encoding[is_long(text)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -12,118 +10,34 @@ from specsplit.core.defaults import Mode
 from specsplit.core.ports import ChatMessage, TemplateValue, Variables
 from specsplit.core.types import SamplingParams
 from specsplit.gateway.errors import ApiError
+from specsplit.gateway.field_types import (
+    Biases,
+    Content,
+    Count,
+    Prompts,
+    Stops,
+    TemplateVariables,
+    TokenIds,
+    none_is_empty,
+)
 from specsplit.gateway.other_servers import our_field
 from specsplit.limits import (
     MAX_CHOICES,
-    MAX_LOGIT_BIAS,
     MAX_PRIORITY,
     MAX_SPEAKER,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
     MAX_TIMEOUT_S,
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
 )
-from specsplit.model.template_variables import template_variables
 
 _DEFAULT_MAX_TOKENS = 16
+RANDOM_SEED = -1
+"""As vLLM and llama.cpp have it; other negative seeds are seeds."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and the names that chat templates know for them."""
 
 
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
-"""As one writes it, so that no id stands twice in one object."""
-
-
-def _is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in cast("list[object]", value))
-
-
-def _prompts(value: object) -> object:
-    """Return a list of prompts, each a text or token ids."""
-    if isinstance(value, str) or (_is_list_of(value, int) and value):
-        return [value]
-    if isinstance(value, list):
-        items = cast("list[object]", value)
-        if items and all(isinstance(item, str) or _is_list_of(item, int) for item in items):
-            return items
-    raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists")
-
-
-def _stops(value: object) -> object:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not _is_list_of(stops, str) or len(cast("list[str]", stops)) > MAX_STOPS:
-        raise ValueError(f"must be a text, or a list of at most {MAX_STOPS} texts")
-    return tuple(cast("list[str]", stops))
-
-
-def _biases(value: object) -> object:
-    if value is None:
-        return ()
-    if isinstance(value, dict):
-        items = cast("dict[str, object]", value).items()
-        if len(items) > MAX_LOGIT_BIAS:
-            raise ValueError(f"must have at most {MAX_LOGIT_BIAS} token ids")
-        if all(_TOKEN_ID.fullmatch(key) and type(bias) in (int, float) for key, bias in items):
-            with suppress(OverflowError):  # a whole number of hundreds of digits
-                return tuple((int(key), float(cast("float", bias))) for key, bias in items)
-    raise ValueError("must be an object of token ids and the numbers to add to their logits")
-
-
-def _content(value: object) -> object:
-    """Return the text of a message, which may come in parts; each of them begins a line."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        parts = cast("list[object]", value)
-        # What else a text part has, such as `cache_control`, is not a part of the text.
-        texts = [part.get("text") for part in map(_as_dict, parts) if part.get("type") == "text"]
-        if len(texts) == len(parts) and _is_list_of(texts, str):
-            return "\n".join(cast("list[str]", texts))  # as vLLM and llama.cpp do
-    raise ValueError('must be a text, or a list of parts {"type": "text", "text": ...}: this server takes text alone')
-
-
-def _variables(value: object) -> object:
-    return {} if value is None else template_variables(value)
-
-
-def _options(value: object) -> object:
-    return {} if value is None else value
-
-
-def _as_dict(value: object) -> dict[str, object]:
-    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
-
-
-class TextPart(BaseModel):
-    """A part of a message's content, as /openapi.json describes it."""
-
-    type: Literal["text"]
-    text: str
-
-
-Probability = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-# Types of what a client sends, where a validator makes something else of it: for /openapi.json alone.
-_SentIds = Annotated[list[int], Field(min_length=1)]
-_SentPrompts = str | _SentIds | Annotated[list[str | list[int]], Field(min_length=1)]
-_SentStops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None
-_SentBiases = Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None
-_SentVariables = dict[str, TemplateValue | None] | None
-
-Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts, json_schema_input_type=_SentPrompts)]
-Stops = Annotated[tuple[_Stop, ...], BeforeValidator(_stops, json_schema_input_type=_SentStops)]
-Biases = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases, json_schema_input_type=_SentBiases)]
-Content = Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
-TemplateVariables = Annotated[
-    dict[str, TemplateValue], BeforeValidator(_variables, json_schema_input_type=_SentVariables)
-]
-
-
-def _not_supported(name: str, ours: str | None = None) -> ApiError:
+def not_supported(name: str, ours: str | None = None) -> ApiError:
     said = f"{name} is not supported by this server{f'; here it is {ours}' if ours else ''}."
     return ApiError(400, said, param=name, code="unsupported")
 
@@ -158,7 +72,7 @@ class Body(BaseModel):
         """
         for name, harmless in cls.unsupported.items():
             if name in value and value.pop(name) not in harmless:
-                raise _not_supported(name, our_field(name, cls.model_fields))
+                raise not_supported(name, our_field(name, cls.model_fields))
 
     @model_validator(mode="before")
     @classmethod
@@ -201,6 +115,7 @@ class Generation(Body):
     logit_bias: Biases = Field(default_factory=tuple[tuple[int, float], ...])
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stops = Field(default_factory=tuple[str, ...])
+    stop_token_ids: TokenIds | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -208,13 +123,20 @@ class Generation(Body):
     priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     speculative: Annotated[
-        SpeculativeOptions, BeforeValidator(_options, json_schema_input_type=SpeculativeOptions | None)
+        SpeculativeOptions, BeforeValidator(none_is_empty, json_schema_input_type=SpeculativeOptions | None)
     ] = SpeculativeOptions()
     # Fields that say who asks and what for; nothing here depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @classmethod
+    def refuse_unsupported(cls, value: dict[str, Any]) -> None:
+        """Do so, but take `min_tokens` where nothing could end the answer sooner."""
+        if value.get("ignore_eos") is True and not value.get("stop") and not value.get("stop_token_ids"):
+            value.pop("min_tokens", None)
+        super().refuse_unsupported(value)
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Generation:
@@ -244,14 +166,19 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("detokenize", "include_reasoning", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("include_stop_str_in_output", "return_tokens_as_token_ids"), (False,)),
-    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), ([],)),
+    "early_stopping": (False,),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), ()),
     # llama.cpp's. Its `samplers: []` does ask for something: to leave out temperature, top_p and so on.
     "cache_prompt": (True,),
     "id_slot": (-1,),
     "mirostat": (0,),
-    **dict.fromkeys(("repeat_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("repeat_penalty", "typical_p", "typ_p"), (1,)),
+    **dict.fromkeys(("dry_multiplier", "xtc_probability", "n_probs", "dynatemp_range"), (0,)),
+    **dict.fromkeys(("timings_per_token", "return_progress"), (False,)),
+    "top_n_sigma": (-1,),
+    "reasoning_format": ("none", "auto"),
 }
 """Fields of others for both endpoints."""
 
@@ -313,6 +240,22 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1)]
 
 
+def check_ending(value: dict[str, Any]) -> None:
+    """Refuse a conversation of which nobody could say whether the answer begins a message or goes on with the last.
+
+    Raises:
+        ApiError: its two fields are both true or, if they are given, both false.
+    """
+    begins = value.get("add_generation_prompt")
+    if begins is not None and begins is bool(value.get("continue_final_message")):
+        name = "add_generation_prompt"
+        said = (
+            f"Either {name} or continue_final_message must be true: the answer begins a message, or goes on with the "
+            "last one."
+        )
+        raise ApiError(400, said, param=name)
+
+
 class ChatBody(Generation):
     """The body of /v1/chat/completions."""
 
@@ -326,12 +269,14 @@ class ChatBody(Generation):
         "prompt_cache_retention": ("in_memory", "in-memory"),  # both are written
         "prompt_cache_options": (),
         "add_special_tokens": (False,),
-        **dict.fromkeys(("continue_final_message", "echo"), (False,)),
+        "echo": (False,),
         **dict.fromkeys(("chat_template", "documents"), ()),
         **_NOT_BUILT,
+        "add_generation_prompt": (True, False),  # see `check_ending`
     }
 
     messages: Messages
+    continue_final_message: bool | None = False
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -339,6 +284,12 @@ class ChatBody(Generation):
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict[str, TemplateValue])
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Another way to give the template its variable of this name."""
+
+    @classmethod
+    def refuse_unsupported(cls, value: dict[str, Any]) -> None:
+        """Do so, and see to it that the conversation has one ending."""
+        check_ending(value)
+        super().refuse_unsupported(value)
 
     @property
     def template_variables(self) -> Variables:
@@ -357,44 +308,3 @@ class ChatBody(Generation):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("has top_logprobs, which need logprobs set to true")
         return self
-
-
-class TokenizeBody(Body):
-    """The body of /tokenize: a prompt, or messages and variables for the chat template."""
-
-    unsupported = {
-        "return_token_strs": (False,),
-        "add_special_tokens": (True, False),  # one of them, see below
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "tools": ([],),
-        **dict.fromkeys(("chat_template", "mm_processor_kwargs"), ()),
-    }
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    chat_template_kwargs: TemplateVariables = Field(default_factory=dict[str, TemplateValue])
-
-    @classmethod
-    def refuse_unsupported(cls, value: dict[str, Any]) -> None:
-        """Do so for vLLM's, too, which adds special tokens to a prompt, but not to what a chat template made."""
-        is_prompt = value.get("messages") is None
-        if value.get("add_special_tokens", is_prompt) is not is_prompt:
-            raise _not_supported("add_special_tokens")
-        super().refuse_unsupported(value)
-
-    @model_validator(mode="after")
-    def _check_one(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("must have either prompt or messages")
-        if self.prompt is not None and self.chat_template_kwargs:
-            raise ValueError("has chat_template_kwargs, which are for messages: a prompt has no chat template")
-        return self
-
-
-class DetokenizeBody(Body):
-    """The body of /detokenize."""
-
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]

@@ -19,6 +19,8 @@ _MARK = "\ue000{}\ue001"
 _MARKED = re.compile("(\ue000[0-9]+\ue001)")
 Encode = Callable[[str, bool], list[int]]
 """Returns the ids of a text without those that a text begins or ends with; if True, with no look for control tokens."""
+CONTINUES = "continue_final_message"
+"""The variable by which `Render` is told to end with the last message's text."""
 Render = Callable[[Sequence[ChatMessage], Variables], str]
 """Returns a conversation in the template's words, up to where the assistant's next message begins."""
 
@@ -47,10 +49,15 @@ class ChatTemplate:
         self._first_signs = {control[0] for control in self._controls if not control[0].isalnum()}
 
     def encode(
-        self, messages: Sequence[ChatMessage], variables: Variables | None = None, own_texts: Collection[str] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Variables | None = None,
+        own_texts: Collection[str] = (),
+        continues: bool = False,
     ) -> list[int]:
         """Return the ids of a conversation, up to where the assistant's next message begins; raises as its parts do.
 
+        With `continues` they end where the text of the last message does.
         `own_texts` are those among the variables that stand in the template as literals, such as what it compares with.
         """
         hidden = _HiddenTexts()
@@ -59,6 +66,8 @@ class ChatTemplate:
         for name, value in given.items():
             if isinstance(value, str) and (value not in own_texts or self._control.search(value)):
                 given[name] = self._hide_label(value, hidden)
+        if continues:
+            given[CONTINUES] = True
         text = self._render(shown, given)
         ids = self._ids_of(hidden, text)
         if (plain := hidden.with_edges(text)) != text:

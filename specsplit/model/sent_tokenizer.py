@@ -58,9 +58,9 @@ class SentTokenizer(TransformersTokenizer):
         return self._process.call(request)
 
     def _encode_chat(
-        self, messages: Sequence[ChatMessage], variables: Variables, own_texts: Collection[str]
+        self, messages: Sequence[ChatMessage], variables: Variables, own_texts: Collection[str], continues: bool
     ) -> list[int]:
-        given = {"messages": messages, "variables": variables, "own_texts": list(own_texts)}
+        given = {"messages": messages, "variables": variables, "own_texts": list(own_texts), "continues": continues}
         return cast("list[int]", self._process_for(messages).call({"call": "encode_messages", **given}))
 
     def _process_for(self, prompt: str | Sequence[ChatMessage]) -> LimitedProcess:

@@ -119,8 +119,12 @@ class TransformersTokenizer:
         with self._is_encoding, _no_panic():
             return self._tokenizer.encode(text)
 
-    def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], variables: Variables | None = None, *, continues: bool = False
+    ) -> list[int]:
         """Return the ids of a conversation by the chat template; nothing in a message becomes a control token.
+
+        With `continues` the last message is the beginning of the answer.
 
         Raises:
             InvalidRequest: the model has no chat template; it refuses these messages, does not read a variable, or
@@ -135,18 +139,18 @@ class TransformersTokenizer:
             )
         with _template_errors(variables or {}):
             if not variables:
-                return self._encode_chat(messages, {}, ())
+                return self._encode_chat(messages, {}, (), continues)
             texts = [value for value in variables.values() if isinstance(value, str)]
             read = self._call({"call": "read_template", "source": self._template, "texts": texts})
             refuse_unread(variables, read["names"], self._template_input())
-            return self._encode_chat(messages, variables, read["texts"])
+            return self._encode_chat(messages, variables, read["texts"], continues)
 
     def _call(self, request: Mapping[str, Any]) -> Any:
         """Have the template's process do something."""
         return _RENDERER.call(request)
 
     def _encode_chat(
-        self, messages: Sequence[ChatMessage], variables: Variables, own_texts: Collection[str]
+        self, messages: Sequence[ChatMessage], variables: Variables, own_texts: Collection[str], continues: bool
     ) -> list[int]:
         def encode(text: str, is_plain: bool) -> list[int]:
             with self._is_encoding, _no_panic():
@@ -156,7 +160,7 @@ class TransformersTokenizer:
             template = {**given, **self._template_input()}
             return str(self._call({"call": "render", "messages": shown, "template": template}))
 
-        return ChatTemplate(self._controls(), encode, render).encode(messages, variables, own_texts)
+        return ChatTemplate(self._controls(), encode, render).encode(messages, variables, own_texts, continues)
 
     def _template_input(self) -> dict[str, Any]:
         """Return the chat template, and what it sees beside the messages."""
@@ -174,13 +178,12 @@ class TransformersTokenizer:
         """Return the tokenizer as the tokenizers library writes it; empty if it is of another library."""
         return "" if self._backend is None else str(self._backend.to_str())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`, by default without special tokens; incomplete UTF-8 becomes U+FFFD."""
         if self._backend is not None:
-            return str(self._backend.decode(token_ids, skip_special_tokens=True))
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(token_ids), **options))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token within a text, that of a special token included."""

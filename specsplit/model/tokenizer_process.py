@@ -61,9 +61,11 @@ class Work:
         self._tokenizer.encode_special_tokens = is_plain
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_messages(self, messages: list[Any], variables: dict[str, Any], own_texts: list[str]) -> list[int]:
+    def encode_messages(
+        self, messages: list[Any], variables: dict[str, Any], own_texts: list[str], continues: bool
+    ) -> list[int]:
         """Return the ids of a conversation."""
-        return self._chat.encode(messages, variables, own_texts)
+        return self._chat.encode(messages, variables, own_texts, continues)
 
     def read_template(self, source: str, texts: list[str]) -> dict[str, list[str]]:
         """Return the names that a template reads from outside, and those of `texts` that stand in it as literals."""
@@ -74,8 +76,11 @@ class Work:
         """Return a conversation in the words of a template, which comes with what it sees beside the messages."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        from specsplit.model.chat_template import CONTINUES
+
         # transformers' own environment: the sandbox, and the filters that templates are written for.
-        rendered: Any = render_jinja_template([cast("Any", messages)], add_generation_prompt=True, **template)
+        begins_message = not template.get(CONTINUES, False)
+        rendered: Any = render_jinja_template([cast("Any", messages)], add_generation_prompt=begins_message, **template)
         text = str(rendered[0][0])
         if len(text) > MAX_RENDERED_TEXT:
             raise TooMuch

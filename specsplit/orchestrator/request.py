@@ -53,6 +53,8 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     eos_ids: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end it as well, whatever `ignore_eos` says; their text is left out."""
     timeout_s: float | None = None
     """Seconds from the start of the request until it is given up."""
     began_s: float | None = None
@@ -93,9 +95,13 @@ class Request:
             raise context_exceeded(len(self.prompt_ids), target)
         if not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) < vocab_size:
             raise InvalidRequest(f"The prompt has a token id outside the vocabulary of {vocab_size}.", param="prompt")
-        if any(token_id >= vocab_size for token_id, _ in self.sampling.logit_bias):
-            sentence = f"logit_bias names a token id outside the vocabulary of {vocab_size}."
-            raise InvalidRequest(sentence, param="logit_bias")
+        named = {
+            "logit_bias": [token_id for token_id, _ in self.sampling.logit_bias],
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for param, token_ids in named.items():
+            if max(token_ids, default=0) >= vocab_size:
+                raise InvalidRequest(f"{param} names a token id outside the vocabulary of {vocab_size}.", param=param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

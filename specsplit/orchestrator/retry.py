@@ -248,7 +248,7 @@ class Retrier:
         if self._loop.time() >= self.deadline_s:
             limit = f"The request was not finished within its {_rounded(self._timeout_s or 0.0):g} s"
             if isinstance(error, _OutOfTime):
-                return DeadlineExceeded(f"{limit}: the target did not answer in time; allow it more.")
+                return DeadlineExceeded(f"{limit}: the target was still at work, or silent; allow it more.")
             return DeadlineExceeded(f"{limit}: the target could not be used for {tried_s:.1f} s ({_text(error)}).")
         kind = next(kind for kind in RETRIED if isinstance(error, kind))
         return kind(f"The target could not be used and was asked again for {tried_s:.1f} s ({_text(error)}).")

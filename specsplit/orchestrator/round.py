@@ -176,7 +176,8 @@ class Tally:
         """Count one round, and return the length of its path."""
         verified, speculation = result.verdict.timings, result.speculation
         self.target_forwards += verified.num_forwards
-        self.num_reused += result.verdict.num_reused
+        if self.num_rounds < 0:  # what is sent again to another worker, or after a preemption, was no one's prompt
+            self.num_reused = result.verdict.num_reused
         self.num_rounds += 1
         if self.num_rounds:
             self.rounds_by_mode[result.mode] = self.rounds_by_mode.get(result.mode, 0) + 1

@@ -232,13 +232,15 @@ class Session:
 
 
 def _session_params(context: SessionContext, request: Request) -> SessionParams:
-    eos_ids = context.tokenizer.eos_ids if request.eos_ids is None else request.eos_ids
+    eos_ids = () if request.ignore_eos else request.eos_ids
+    if eos_ids is None:
+        eos_ids = context.tokenizer.eos_ids
     return SessionParams(
         sampling=request.sampling,
         seed=request.seed if request.seed is not None else secrets.randbits(64),
         choice=request.choice,
         prompt_length=len(request.prompt_ids),
-        eos_ids=() if request.ignore_eos else eos_ids,
+        eos_ids=(*eos_ids, *request.stop_token_ids),
         max_tokens=min(request.max_new_tokens, context.identity.context - len(request.prompt_ids)),
         top_logprobs=request.logprobs,
         priority=request.priority,

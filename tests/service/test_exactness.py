@@ -80,7 +80,7 @@ class AnyTokenizer(WindowedTokenizer):
     def __init__(self, vocab_hash: str) -> None:
         self.vocab_hash = vocab_hash
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f"{token_id} " for token_id in token_ids)
 
 

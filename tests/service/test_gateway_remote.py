@@ -61,6 +61,35 @@ def until_answered(client: httpx.Client) -> dict[str, Any]:
     raise AssertionError("the slot was never freed")
 
 
+def test_a_token_ends_an_answer(client: httpx.Client) -> None:
+    prompt, num_new = SHORT["prompt"], 20
+    asked = {"prompt": prompt, "max_tokens": num_new, "temperature": 0, "ignore_eos": True}
+    text = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    ids = client.post("/tokenize", json={"prompt": f"{prompt}{text}"}).json()["tokens"]
+    stop = ids[-5]
+    place = ids.index(stop, len(ids) - num_new) - (len(ids) - num_new)
+    ended = client.post("/v1/completions", json={**asked, "stop_token_ids": [stop]}).json()
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] == place + 1
+    assert text.startswith(ended["choices"][0]["text"])
+    beyond = client.post("/v1/completions", json={**asked, "stop_token_ids": [10**6]})
+    assert (beyond.status_code, beyond.json()["error"]["param"]) == (400, "stop_token_ids")
+
+
+def test_ids_tell_what_the_chat_template_made(client: httpx.Client) -> None:
+    marked = "<|endoftext|>def a<|endoftext|>"
+    ids = client.post("/tokenize", json={"prompt": marked}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": marked}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, it"}]
+    ids = client.post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json()["prompt"].endswith("Well, it")
+    asked = {"max_tokens": 5, "temperature": 0}
+    going_on = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    chat = client.post("/v1/chat/completions", json={**asked, **going_on}).json()
+    completion = client.post("/v1/completions", json={**asked, "prompt": ids}).json()
+    assert chat["choices"][0]["message"]["content"] == completion["choices"][0]["text"]
+
+
 def test_nobody_is_let_in_without_a_key(gateway: GatewayProcess, client: httpx.Client) -> None:
     for path in ("/v1/models", "/metrics", "/nowhere"):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}):

@@ -280,13 +280,15 @@ class LetterTokenizer:
     def encode(self, text: str) -> list[int]:
         return [ord(character) - ord("A") for character in text]
 
-    def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], variables: Variables | None = None, *, continues: bool = False
+    ) -> list[int]:
         return self.encode("".join(message["content"] for message in messages))
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(ord("A") + token_id) for token_id in token_ids)
 
     def fallback_byte(self, token_id: int) -> bytes:

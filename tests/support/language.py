@@ -40,7 +40,9 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_messages(self, messages: Sequence[ChatMessage], variables: Variables | None = None) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], variables: Variables | None = None, *, continues: bool = False
+    ) -> list[int]:
         names = [f" {message['name']}" if "name" in message else "" for message in messages]
         lines = [f"{each['role']}{name}: {each['content']}\n" for each, name in zip(messages, names, strict=True)]
         return self.encode("".join([*lines, *(f"{name}={value}\n" for name, value in (variables or {}).items())]))
@@ -48,7 +50,7 @@ class FakeTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(TOKENS[token_id] for token_id in token_ids).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -70,7 +72,7 @@ class BlankDroppingTokenizer(WindowedTokenizer):
     def token_text(self, token_id: int) -> str:
         return super().decode([token_id])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return super().decode(token_ids).removeprefix(" ")
 
 

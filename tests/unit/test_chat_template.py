@@ -130,6 +130,18 @@ def test_the_text_of_a_control_token_reaches_the_model_as_text() -> None:
     assert tokenizer.decode(ids) == "user\nwhat is <|endoftext|>?\nassistant\n"
 
 
+def test_an_answer_goes_on_with_the_last_message() -> None:
+    made = _with_chatml(TOKENIZERS["embedded"](), CHATML)
+    tokenizer = TransformersTokenizer(made, ())
+    messages: list[ChatMessage] = [*users("write JSON"), {"role": "assistant", "content": '{"a": <|im_end|>'}]
+    ids = tokenizer.encode_messages(messages, continues=True)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.endswith('assistant\n{"a": <|im_end|>')
+    begun = tokenizer.encode_messages(messages)
+    assert begun[: len(ids)] == ids
+    assert num_controls(made, ids) == num_controls(made, begun) - 2, "nobody wrote one, and nothing ends or begins"
+
+
 def test_a_template_that_refuses_is_one_sentence() -> None:
     made = _with_chatml(byte_tokenizer(), "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match=r"refuses these messages \(roles must alternate\)\.$"):

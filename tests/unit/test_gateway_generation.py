@@ -26,6 +26,15 @@ CHOICES = [replace(REQUEST, choice=choice) for choice in range(5)]
 PROMPTS = [replace(REQUEST, prompt_ids=(number, number + 1)) for number in range(5)]
 
 
+class StoppedClock:
+    """Time that passes when a test says so."""
+
+    time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+
 class WatchedTarget(FakeTarget):
     """Keeps what sessions were opened with, and how many were open at once; it is full for the openings `full_at`."""
 
@@ -211,6 +220,26 @@ def test_the_choices_of_a_prompt_wait_for_the_rows_of_the_first() -> None:
     run_virtual(lambda: texts(orchestrator(target), [*CHOICES[:3], other]))
     assert opened[0] == opened[1] == 2, "one of each prompt"
     assert len(target.openings) == 4
+
+
+async def test_what_is_read_again_in_the_middle_of_an_answer_is_no_cached_prompt() -> None:
+    clock = StoppedClock()
+    model, _ = hash_model("target", max_sessions=1, context=96)
+    target = TargetEngine(model, ttl_s=60, clock=clock)
+    owner = Orchestrator(target, None, LetterTokenizer(), Speculation(mode="plain"))
+    prompt, result = tuple(number % 40 for number in range(50)), None
+    async with aclosing(owner.stream(replace(REQUEST, prompt_ids=prompt, max_new_tokens=6))) as chunks:
+        async for chunk in chunks:
+            if not clock.time_s and chunk.facts.number == 2:
+                clock.time_s = 100.0
+                assert await target.sweep() == 1
+            result = chunk.result
+    assert result is not None
+    assert len(result.resyncs) == 1
+    assert target.statistics().sessions.num_reused_tokens > len(prompt)
+    assert result.num_reused_tokens == 0
+    await owner.aclose()
+    await target.aclose()
 
 
 async def test_the_choices_of_a_prompt_share_its_prefill() -> None:

@@ -25,8 +25,9 @@ from specsplit.gateway.errors import ApiError, api_error
 from specsplit.gateway.keys import KeyRing, new_key
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.other_servers import our_path
-from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, StreamOptions, TokenizeBody
+from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, StreamOptions
 from specsplit.gateway.statistics import SpeculationRecord
+from specsplit.gateway.tokenization_bodies import TokenizeBody
 from specsplit.limits import SMALL_BYTES
 from specsplit.orchestrator.request import RoundFacts
 from tests.support.metrics import samples_of, value

@@ -10,9 +10,12 @@ import pytest
 
 from specsplit.gateway.app import Gateway, create_app
 from specsplit.gateway.body import validated
+from specsplit.gateway.completions import make_requests
+from specsplit.gateway.deadline import Deadline
 from specsplit.gateway.errors import ApiError
 from specsplit.gateway.models import ModelTable
-from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, StreamOptions, TokenizeBody
+from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, StreamOptions
+from specsplit.gateway.tokenization_bodies import TokenizeBody
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -99,6 +102,11 @@ BODIES: list[tuple[type[Body], dict[str, Any], bool]] = [
     (ChatBody, {"messages": [{"role": "user", "content": "hi", "type": "text", "tool_calls": []}]}, True),
     (TokenizeBody, {"prompt": "x", "add_special_tokens": True}, True),
     (TokenizeBody, chat(add_special_tokens=False), True),
+    (CompletionBody, {"prompt": "x", "typ_p": 1, "n_probs": 0, "xtc_probability": 0, "dry_multiplier": 0.0}, True),
+    (ChatBody, chat(timings_per_token=False, reasoning_format="none", top_n_sigma=-1), True),
+    (ChatBody, chat(continue_final_message=True, add_generation_prompt=False, stop_token_ids=[5]), True),
+    (CompletionBody, {"prompt": "x", "stop_token_ids": [-1]}, False),
+    (CompletionBody, {"prompt": "x", "xtc_probability": 0.5}, False),
     (CompletionBody, {"prompt": "x", "logit_bias": [[5, 1]]}, False),
     (CompletionBody, {"prompt": []}, False),
     (CompletionBody, {"prompt": "x", "stop": ["a"] * 99}, False),
@@ -127,3 +135,33 @@ async def test_the_description_takes_what_the_server_takes() -> None:
         else:
             with pytest.raises(ApiError):
                 validated(schema, fields)
+
+
+@pytest.mark.parametrize("schema", [ChatBody, TokenizeBody])
+def test_an_answer_begins_a_message_or_goes_on_with_the_last(schema: type[Body]) -> None:
+    fields = {"messages": [*MESSAGES, {"role": "assistant", "content": "{"}]}
+    for begins, continues in ((None, True), (False, True), (True, None), (True, False), (None, False)):
+        ending = {"add_generation_prompt": begins, "continue_final_message": continues}
+        validated(schema, {**fields, **ending})
+    for begins, continues in ((True, True), (False, False), (False, None)):
+        ending = {"add_generation_prompt": begins, "continue_final_message": continues}
+        with pytest.raises(ApiError, match=r"^Either add_generation_prompt or continue_final_message must be true"):
+            validated(schema, {**fields, **ending})
+
+
+def test_a_least_length_asks_for_nothing_where_nothing_ends_the_answer_sooner() -> None:
+    fields = {"prompt": "x", "max_tokens": 9, "min_tokens": 9, "ignore_eos": True}
+    validated(CompletionBody, fields)
+    for more in ({"stop": "a"}, {"stop_token_ids": [5]}, {"ignore_eos": False}):
+        with pytest.raises(ApiError, match="min_tokens is not supported"):
+            validated(CompletionBody, {**fields, **more})
+
+
+def test_a_seed_of_minus_one_is_a_random_one() -> None:
+    def seeds(seed: int) -> set[int | None]:
+        body = validated(CompletionBody, {"prompt": "x", "seed": seed})
+        made = [make_requests(body, [(1,)], 5, None, "", Deadline(None, 0.0)) for _ in range(4)]
+        return {request.seed for (request,) in made}
+
+    assert len(seeds(-1)) == 4
+    assert seeds(-2) == {2**64 - 2}

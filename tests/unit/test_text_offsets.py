@@ -132,7 +132,7 @@ async def test_an_echo_of_ids_is_decoded_once_for_all_choices() -> None:
     class CountingTokenizer(FakeTokenizer):
         num_whole = 0
 
-        def decode(self, token_ids: Sequence[int]) -> str:
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
             self.num_whole += list(token_ids) == [*b"abcd"]
             return super().decode(token_ids)
 
