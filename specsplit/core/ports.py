@@ -151,10 +151,9 @@ class Tokenizer(Protocol):
     def encode_messages(
         self, messages: Sequence[ChatMessage], variables: Variables | None = None, *, continues: bool = False
     ) -> list[int]:
-        """Return the ids of a conversation; with `continues` its last message is the answer's beginning.
+        """Return the ids of a conversation, whose last message with `continues` is the answer's beginning.
 
-        Raises:
-            InvalidRequest: the model has no chat template, or it refuses these messages, or does not read a variable.
+        Raises InvalidRequest: the model has no chat template, or it refuses these messages, or reads no such variable.
         """
         ...
 

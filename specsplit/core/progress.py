@@ -1,7 +1,6 @@
 """Reports of what a request waits for: its place in a queue, how far its prefill is, or when it is asked again.
 
-The listener travels with the context of the caller, like a trace: whoever makes progress reports it to the current
-listener, be it in process or at the end of a stream.
+The listener travels with the context of the caller, like a trace, in process and over a stream alike.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _MARKED = re.compile("(\ue000[0-9]+\ue001)")
 Encode = Callable[[str, bool], list[int]]
 """Returns the ids of a text without those that a text begins or ends with; if True, with no look for control tokens."""
 CONTINUES = "continue_final_message"
-"""The variable by which `Render` is told to end with the last message's text."""
+"""The variable that has `Render` end with the last message's text."""
 Render = Callable[[Sequence[ChatMessage], Variables], str]
 """Returns a conversation in the template's words, up to where the assistant's next message begins."""
 

@@ -222,7 +222,7 @@ def test_the_choices_of_a_prompt_wait_for_the_rows_of_the_first() -> None:
     assert len(target.openings) == 4
 
 
-async def test_what_is_read_again_in_the_middle_of_an_answer_is_no_cached_prompt() -> None:
+async def test_what_is_read_again_within_an_answer_is_no_cached_prompt() -> None:
     clock = StoppedClock()
     model, _ = hash_model("target", max_sessions=1, context=96)
     target = TargetEngine(model, ttl_s=60, clock=clock)

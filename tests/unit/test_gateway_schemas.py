@@ -149,7 +149,7 @@ def test_an_answer_begins_a_message_or_goes_on_with_the_last(schema: type[Body])
             validated(schema, {**fields, **ending})
 
 
-def test_a_least_length_asks_for_nothing_where_nothing_ends_the_answer_sooner() -> None:
+def test_a_least_length_asks_for_nothing_where_nothing_ends_sooner() -> None:
     fields = {"prompt": "x", "max_tokens": 9, "min_tokens": 9, "ignore_eos": True}
     validated(CompletionBody, fields)
     for more in ({"stop": "a"}, {"stop_token_ids": [5]}, {"ignore_eos": False}):
