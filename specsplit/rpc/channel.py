@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from specsplit.core.errors import SpecSplitError, WorkerClosed, WorkerFailed, WorkerUnreachable
+from specsplit.limits import SMALL_BYTES
 from specsplit.rpc.auth import LinkRole
 from specsplit.rpc.credentials import Security
 from specsplit.rpc.status import error_of
@@ -30,8 +31,8 @@ class WorkerChannel:
     `peer` names the worker in errors.
     """
 
-    def __init__(self, address: str, peer: str, role: LinkRole, security: Security) -> None:
-        """Name the other end.
+    def __init__(self, address: str, peer: str, role: LinkRole, security: Security, message_bytes: int = 0) -> None:
+        """Name the other end; `message_bytes` are those of the one large message that it is for, if there is one.
 
         Raises:
             InvalidRequest: the address is malformed.
@@ -40,6 +41,9 @@ class WorkerChannel:
         security.check_dial(address)
         self._address, self._peer, self._security = address, peer, security
         self._role: LinkRole = role
+        self._message_bytes = message_bytes
+        self._large = set[WorkerChannel]()
+        """Those of large messages that are under way."""
         self.on_renamed: Callable[[], None] = lambda: None
         """Called when calls begin under another identity than those before, which go on under theirs."""
         self._channel: grpc.aio.Channel | None = None
@@ -56,6 +60,8 @@ class WorkerChannel:
             LinkError: the worker cannot be reached, is late, or failed.
             SpecSplitError: the worker answered with this error.
         """
+        if len(request) > max(SMALL_BYTES, self._message_bytes):
+            return await self._call_large(method, request, timeout_s)
         call = self._method(method, "unary_unary")(request, timeout=timeout_s, metadata=spans.inject())
         try:
             answer: bytes | None = await call
@@ -67,6 +73,21 @@ class WorkerChannel:
         if answer is None:
             raise WorkerFailed(f"{self._peer} ended the call in order, but with no message.")
         return answer
+
+    def for_large(self, num_bytes: int) -> WorkerChannel:
+        """Return a channel of its own for a message of so many bytes, whose pings may wait behind it on a slow link."""
+        return WorkerChannel(self._address, self._peer, self._role, self._security, num_bytes)
+
+    async def _call_large(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        if self._is_closed:
+            raise self.closed()
+        large = self.for_large(len(request))
+        self._large.add(large)
+        try:
+            return await large.call(method, request, timeout_s)
+        finally:
+            self._large.discard(large)
+            await large.aclose()
 
     async def stream(self, method: str, request: bytes, timeout_s: float) -> AsyncGenerator[bytes]:
         """Yield the answers to one call with a streamed response; raises as `call` does."""
@@ -96,6 +117,8 @@ class WorkerChannel:
         for each in [channel, *retired.values()]:
             if each is not None:
                 await each.close()
+        for large in list(self._large):
+            await large.aclose()
         self._methods.clear()
 
     def _method(self, name: str, arity: str) -> Any:
@@ -108,12 +131,15 @@ class WorkerChannel:
         if self._channel is None:
             # Asked before the channel is made: a rotation in between then counts as a change the next time.
             before, self._identity = self._identity, self._security.identity(self._address)
-            self._channel, self._version = self._security.open_channel(self._address, self._role), version
+            self._channel, self._version = self._open(), version
             if before not in ("", self._identity):
                 self.on_renamed()
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, arity)(name)
         return self._methods[name]
+
+    def _open(self) -> grpc.aio.Channel:
+        return self._security.open_channel(self._address, self._role, self._message_bytes)
 
     def _retire(self, channel: grpc.aio.Channel) -> None:
         """Begin no more calls on a channel, and close it when its last one has ended."""

@@ -19,7 +19,7 @@ from specsplit.core.paths import expanded
 from specsplit.core.sections import LinkSettings
 from specsplit.rpc.auth import Guard, LinkRole, server_name, with_article
 from specsplit.rpc.certificate import Certificate, CertificateFiles, read_certificate
-from specsplit.rpc.transport import CLIENT_OPTIONS, dial_target, is_loopback, parse_address
+from specsplit.rpc.transport import client_options, dial_target, is_loopback, parse_address
 
 LOOK_S = 1.0
 """Period at which a client looks at the files; a server looks with every connection."""
@@ -170,14 +170,18 @@ class Security:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, self.certificates.server_credentials())
 
-    def open_channel(self, address: str, role: LinkRole) -> grpc.aio.Channel:
-        """Return a channel to `address`, over which nothing is sent unless a `role` answers there."""
+    def open_channel(self, address: str, role: LinkRole, message_bytes: int = 0) -> grpc.aio.Channel:
+        """Return a channel to `address`, over which nothing is sent unless a `role` answers there.
+
+        `message_bytes` are those of a large message, if it is for one.
+        """
+        options = client_options(message_bytes)
         if self.certificates is None or address in self.plaintext_at:
-            return grpc.aio.insecure_channel(dial_target(address), options=CLIENT_OPTIONS)
+            return grpc.aio.insecure_channel(dial_target(address), options=options)
         # grpc's Python compares one name of the server's certificate, in the handshake, and gives no access to others
         # (docs/adr/0023): here it is the role's name, whatever the address.
-        options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", server_name(role))]
-        return grpc.aio.secure_channel(dial_target(address), self.certificates.channel_credentials(), options=options)
+        named = [*options, ("grpc.ssl_target_name_override", server_name(role))]
+        return grpc.aio.secure_channel(dial_target(address), self.certificates.channel_credentials(), options=named)
 
 
 ON_LOOPBACK = Security()

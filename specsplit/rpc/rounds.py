@@ -63,7 +63,7 @@ class RoundsClient:
     async def call(self, request: bytes, timeout_s: float) -> tuple[bytes, int, int]:
         """Return the answer to one round, and the bytes of the messages sent and received.
 
-        Cancelling the caller withdraws the round. A large one, which others would wait behind, has a stream of its own.
+        Cancelling the caller withdraws the round. A large one has a connection of its own, so none waits behind it.
 
         Raises:
             LinkError: the worker cannot be reached, is late, or failed.
@@ -73,8 +73,9 @@ class RoundsClient:
         if self._is_closed:
             raise self._channel.closed()
         if len(request) > SMALL_BYTES:
-            stream = _RoundStream(self._channel, self._method, self._peer, is_shared=False)
-            self._end_when_answered(stream)
+            channel = self._channel.for_large(len(request))
+            stream = _RoundStream(channel, self._method, self._peer, is_shared=False)
+            self._end_when_answered(stream, channel)
         elif stream is None or stream.is_over:
             stream = self._stream = _RoundStream(self._channel, self._method, self._peer)
         return await stream.call(request, timeout_s)
@@ -93,8 +94,17 @@ class RoundsClient:
         if stream is not None:
             self._end_when_answered(stream)
 
-    def _end_when_answered(self, stream: _RoundStream) -> None:
-        ending = asyncio.create_task(stream.finish(), name="specsplit-rounds-end")
+    def _end_when_answered(self, stream: _RoundStream, channel: WorkerChannel | None = None) -> None:
+        """End a stream once all is answered, and then the channel, if it has one of its own."""
+
+        async def end() -> None:
+            try:
+                await stream.finish()
+            finally:
+                if channel is not None:
+                    await channel.aclose()
+
+        ending = asyncio.create_task(end(), name="specsplit-rounds-end")
         self._leaving[ending] = stream
         ending.add_done_callback(lambda task: self._leaving.pop(task, None))
 

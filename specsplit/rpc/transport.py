@@ -14,18 +14,26 @@ _SCORE_BYTES, _TOP_BYTES, _FRAME_BYTES = 4, 7, 7
 """Largest size on the wire of a score, of one of its likeliest tokens (ids below 2^21), and of the frame of these."""
 KEEPALIVE_MS = 1500
 KEEPALIVE_TIMEOUT_MS = 1000
+_WINDOW_BYTES = 128 << 10
+"""Most bytes of a stream of messages that may be on the way: a ping waits behind them."""
+_SLOWEST_BYTES_PER_MS = 64
+"""What the slowest link moves, half a megabit a second."""
 
+_PING_TIMEOUT = "grpc.http2.ping_timeout_ms"
 _BOTH_ENDS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     # Without this one a hung peer is noticed only after a minute.
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    (_PING_TIMEOUT, KEEPALIVE_TIMEOUT_MS),
+    # gRPC would find out how much a link takes, and have that on the way: on a slow one, more than a ping can wait for.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-CLIENT_OPTIONS: list[tuple[str, int]] = [
+_CLIENT_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     # This is also the time that one attempt to connect may take.
@@ -38,12 +46,21 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-SERVER_OPTIONS: list[tuple[str, int]] = [
+_SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     # A port in use is refused, not shared.
     ("grpc.so_reuseport", 0),
 ]
+
+
+def client_options(message_bytes: int = 0) -> list[tuple[str, int]]:
+    """Return a client's options; a single message of so many bytes has the time that a slow link takes for it.
+
+    All of one message is on the way at once, whatever the window.
+    """
+    timeout_ms = KEEPALIVE_TIMEOUT_MS + message_bytes // _SLOWEST_BYTES_PER_MS
+    return [*(dict(_CLIENT_OPTIONS) | {_PING_TIMEOUT: timeout_ms}).items()]
 
 
 def server_options(
@@ -55,7 +72,7 @@ def server_options(
         # Per connection; further calls wait at the client.
         "grpc.max_concurrent_streams": max_streams,
     }
-    return [*(dict(SERVER_OPTIONS) | limits).items()]
+    return [*(dict(_SERVER_OPTIONS) | limits).items()]
 
 
 def largest_request(context: int, vocab_size: int) -> int:

@@ -6,6 +6,8 @@ Run as a module it serves a fake target in a process of its own and prints where
 from __future__ import annotations
 
 import asyncio
+import math
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -84,18 +86,27 @@ async def duplex_status(begin: Callable[[], Any], *messages: bytes) -> grpc.Stat
         return grpc.StatusCode.OK
 
 
-class CountingProxy:
-    """Forwards TCP to `port` and counts connections and the bytes of each direction."""
+_PIECE_BYTES = 8192
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+
+class CountingProxy:
+    """Forwards TCP to `port` and counts connections and the bytes of each direction.
+
+    With `bytes_per_s` each direction of a connection is a link of that speed that holds little in between.
+    """
+
+    def __init__(self, port: int, bytes_per_s: float = math.inf) -> None:
+        self._port, self._bytes_per_s = port, bytes_per_s
         self._writers = set[asyncio.StreamWriter]()
         self.num_connections = self.sent_bytes = self.received_bytes = 0
         self.address = ""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[CountingProxy]:
-        server = await asyncio.start_server(self.serve_connection, "127.0.0.1", 0)
+        listening = socket.create_server(("127.0.0.1", 0))
+        if self._is_slow:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE_BYTES)
+        server = await asyncio.start_server(self.serve_connection, sock=listening, limit=_PIECE_BYTES)
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
             yield self
@@ -103,6 +114,10 @@ class CountingProxy:
             server.close()
             self.cut()
             await self.wait_closed()
+
+    @property
+    def _is_slow(self) -> bool:
+        return self._bytes_per_s < math.inf
 
     def cut(self) -> None:
         """Close every connection; new ones are made as before."""
@@ -114,7 +129,7 @@ class CountingProxy:
         await wait_until(lambda: not self._writers)
 
     async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port, limit=_PIECE_BYTES)
         self.num_connections += 1
         self._writers |= {writer, up_writer}
         await asyncio.gather(self._pump(reader, up_writer, is_sent=True), self._pump(up_reader, writer, is_sent=False))
@@ -122,13 +137,15 @@ class CountingProxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_sent: bool) -> None:
         with suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
+            while data := await reader.read(_PIECE_BYTES if self._is_slow else 1 << 16):
                 if is_sent:
                     self.sent_bytes += len(data)
                 else:
                     self.received_bytes += len(data)
                 writer.write(data)
                 await writer.drain()
+                if self._is_slow:
+                    await asyncio.sleep(len(data) / self._bytes_per_s)
         writer.close()
 
 
