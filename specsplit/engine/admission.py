@@ -35,7 +35,11 @@ _KEPT_S = 10.0
 """Seconds for which whoever has waited for as long as one call may can come again to its place in the queue."""
 
 
-class WaitedLong(DeadlineExceeded):
+class WaitedInVain(DeadlineExceeded):
+    """No slot became free in the time of an opening."""
+
+
+class WaitedLong(WaitedInVain):
     """One call may wait no longer, but its request may: its place is kept for a call that follows soon."""
 
 
@@ -184,7 +188,7 @@ class AdmissionQueue:
 
         Raises:
             Overloaded: no place is left.
-            DeadlineExceeded: `max_wait_s` has passed since it came.
+            WaitedInVain: `max_wait_s` has passed since it came.
             WaitedLong: MAX_WAIT_S has passed since this call.
             StaleRound: a later call has taken the place, or the session has been closed.
         """
@@ -192,9 +196,9 @@ class AdmissionQueue:
         began_s = loop.time()
         arrived_s = began_s if arrived_s is None else arrived_s
         end_s = began_s + MAX_WAIT_S
-        late: type[DeadlineExceeded] = WaitedLong
+        late: type[WaitedInVain] = WaitedLong
         if opening.max_wait_s is not None and arrived_s + opening.max_wait_s < end_s:
-            end_s, late = arrived_s + opening.max_wait_s, DeadlineExceeded
+            end_s, late = arrived_s + opening.max_wait_s, WaitedInVain
         waiter = self._join(opening, arrived_s)
         try:
             while True:
@@ -208,7 +212,7 @@ class AdmissionQueue:
         finally:
             self._leave(waiter)
 
-    async def _wait_for_news(self, waiter: _Waiter, end_s: float, late: type[DeadlineExceeded]) -> None:
+    async def _wait_for_news(self, waiter: _Waiter, end_s: float, late: type[WaitedInVain]) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() >= end_s and waiter.error is None:
             self._keep_place(waiter, loop.time())

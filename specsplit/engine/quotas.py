@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 from specsplit.core.errors import NoFreeSlot, Overloaded, SessionError
 from specsplit.core.types import Proposal, SessionParams, Turn, Verdict
+from specsplit.engine.admission import WaitedInVain
 from specsplit.engine.caller_limits import CallerLimits, TokenRate
 from specsplit.engine.callers import caller_of
 from specsplit.engine.replays import Replays
@@ -111,8 +112,11 @@ class CallerQuotas:
         self._rate.take(spending.caller, spending.num_tokens)
         try:
             yield
-        except (NoFreeSlot, SessionError):
-            if not spending.has_committed:
+        except (NoFreeSlot, SessionError, WaitedInVain, asyncio.CancelledError) as error:
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            # One that is cancelled while it waits for a slot never had a session.
+            was_worked_on = is_cancelled and (not spending.session or self._params_of(spending.session) is not None)
+            if not (spending.has_committed or was_worked_on):
                 self._rate.take(spending.caller, -spending.num_tokens)
                 self._replays.grant(spending.session, spending.replay)
             raise

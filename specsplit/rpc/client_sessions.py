@@ -46,6 +46,8 @@ class _Client:
     used_s: float = 0.0
     num_calls: int = 0
     """Calls under way; a session that has some is kept."""
+    has_ended: bool = False
+    """Whether its end has been asked for, and nothing else since."""
     reasons: set[str] = field(default_factory=set[str])
     """Why calls have failed since one succeeded."""
 
@@ -99,6 +101,7 @@ class ClientSessions:
         if connection is not None:
             self._hear(session, client, connection)
         client.num_calls += 1
+        client.has_ended = is_last
         try:
             yield
             client.reasons.clear()
@@ -109,7 +112,7 @@ class ClientSessions:
         finally:
             client.num_calls -= 1
             self._use(session, client)
-            if is_last and not client.num_calls:
+            if client.has_ended and not client.num_calls:  # a round that was withdrawn may leave after the end
                 self._forget(session)
 
     def is_new(self, session: str, reason: str) -> bool:

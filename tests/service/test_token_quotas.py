@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from specsplit.core.errors import Overloaded, SlotBehind, StaleEpoch
+from specsplit.core.errors import DeadlineExceeded, Overloaded, SlotBehind, StaleEpoch
 from specsplit.core.ports import VerifyStream
 from specsplit.core.types import Proposal, SessionParams, StreamLimits, Turn, Verdict
 from specsplit.draft.engine import DraftEngine
@@ -26,7 +26,7 @@ from specsplit.target.engine import TargetEngine
 from tests.contract.verifier_contract import without_tree
 from tests.support.hash_model import LetterTokenizer, hash_model, plain_tokens
 from tests.support.rounds import script
-from tests.support.rpc_servers import LOOPBACK, verifier_at
+from tests.support.rpc_servers import LOOPBACK, verifier_at, wait_until
 
 GRACE_S, TTL_S = 5.0, 60.0
 PARAMS = SessionParams(prompt_length=12, caller="busy")
@@ -168,6 +168,31 @@ async def test_a_replay_after_a_preemption_costs_no_tokens() -> None:
     await answered(turn_of(13, 0, 1, epoch=2))
     await answered(turn_of(14, 13, 2, epoch=2))
     await target.aclose()
+
+
+@pytest.mark.parametrize("end", ["late", "cancelled"])
+async def test_waiting_in_vain_costs_no_tokens(end: str) -> None:
+    async with served(1.0) as (verifier, engine, _):
+        other = turn_of(12, 0, 1, key="other", caller="other")
+        await verified(verifier, other)
+        waiting = asyncio.create_task(verified(verifier, replace(turn_of(12, 0, 1), max_wait_s=0.3)))
+        await wait_until(lambda: engine.load.num_waiting == 1)
+        if end == "cancelled":
+            waiting.cancel()
+        with pytest.raises((DeadlineExceeded, asyncio.CancelledError)):
+            await waiting
+        await wait_until(lambda: engine.load.num_waiting == 0)
+        await verifier.close("other")
+        await verified(verifier, turn_of(12, 0, 1))
+
+
+async def test_what_was_worked_on_costs_tokens_though_it_is_cancelled() -> None:
+    async with served(2.0) as (verifier, engine, _):
+        await verified(verifier, turn_of(12, 0, 1))
+        with pytest.raises(asyncio.CancelledError), engine.quotas.using(turn_of(24, 12, 2)):
+            raise asyncio.CancelledError
+        with pytest.raises(Overloaded):
+            await verified(verifier, turn_of(12, 0, 1, key="next"))
 
 
 async def test_sessions_that_come_back_count_as_sessions_again() -> None:

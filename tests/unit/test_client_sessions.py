@@ -56,6 +56,19 @@ def test_a_session_is_its_openers_until_it_ends() -> None:
     use(sessions, ["s"])
 
 
+def test_a_session_is_forgotten_when_its_last_call_leaves_after_its_end() -> None:
+    sessions, _ = tracked()
+    become(ALICE)
+    with sessions.using("s"):
+        use(sessions, ["s"], is_last=True)
+        assert len(sessions) == 1
+    assert len(sessions) == 0
+    with sessions.using("s"):
+        use(sessions, ["s"], is_last=True)
+        use(sessions, ["s"])  # it began anew
+    assert len(sessions) == 1
+
+
 def test_sessions_that_nobody_uses_are_forgotten_and_those_in_use_are_not() -> None:
     sessions, _ = tracked(keep_s=0.0)
     become(ALICE)
