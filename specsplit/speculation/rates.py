@@ -260,6 +260,8 @@ class ProbeAllowance:
     def __init__(self) -> None:
         self._num_explored = 0
         self._left_s = 0.0
+        self._set_aside_s = 0.0
+        """For the probes that are under way."""
         self._counted_until_s = -math.inf
 
     def explore(self) -> bool:
@@ -278,7 +280,8 @@ class ProbeAllowance:
 
     def spend(self, probe_s: float) -> None:
         """Count a probe that was answered, with all the text that the draft had to take in for it."""
-        self._left_s -= probe_s
+        self._left_s += self._set_aside_s - probe_s
+        self._set_aside_s = 0.0
 
     def take(self, probe_s: float) -> bool:
         """Return whether there is enough for a probe, and put that much aside: of many sessions one begins.
@@ -290,6 +293,7 @@ class ProbeAllowance:
         if self._left_s < probe_s:
             return False
         self._left_s -= probe_s
+        self._set_aside_s += probe_s
         return True
 
 
