@@ -22,7 +22,7 @@ from specsplit.core.settings import Settings
 from specsplit.core.types import Note
 from specsplit.gateway.app import Gateway, create_app, create_health_app, create_lmtp_app
 from specsplit.gateway.audit_metrics import AuditMetrics
-from specsplit.gateway.keys import KeyRing
+from specsplit.gateway.keys import KeyFile, KeyRing
 from specsplit.gateway.lmtp.message_log import message_log
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
@@ -185,7 +185,9 @@ def _keys(settings: GatewaySettings, hosts: Sequence[str]) -> KeyRing | None:
         InvalidSettings: other machines could use the gateway without a key, and nobody said that they may.
     """
     if settings.api_key_file is not None:
-        return KeyRing.from_file(Path(settings.api_key_file))
+        keys = KeyFile(Path(settings.api_key_file))
+        keys.warn_if_empty()
+        return keys
     if not settings.allow_anonymous and not all(map(is_loopback, hosts)):
         which = f"--lmtp {settings.lmtp}" if is_loopback(hosts[0]) else f"--http {settings.http}"
         raise InvalidSettings(

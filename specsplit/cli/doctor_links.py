@@ -13,7 +13,7 @@ from specsplit.core.paths import expanded
 from specsplit.core.sections import LinkSettings
 from specsplit.core.settings import EffectiveSettings
 from specsplit.engine import event_loop
-from specsplit.gateway.keys import KeyRing
+from specsplit.gateway.keys import KeyFile
 from specsplit.rpc.auth import ROLES, LinkRole
 from specsplit.rpc.certificate import Certificate
 from specsplit.rpc.credentials import open_security
@@ -48,7 +48,7 @@ def _api_keys(path: str | None) -> Iterator[Check]:
     if path is None:
         return
     try:
-        count = len(KeyRing.from_file(Path(path)))
+        count = len(KeyFile(Path(path)))
     except SpecSplitError as error:
         yield Check("API keys", False, str(error))
         return

@@ -22,7 +22,7 @@ from specsplit.core.types import Proposal, Verdict
 from specsplit.gateway import body
 from specsplit.gateway.body import strict_json, validated
 from specsplit.gateway.errors import ApiError, api_error
-from specsplit.gateway.keys import KeyRing, new_key
+from specsplit.gateway.keys import KeyFile, new_key
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.other_servers import our_path
 from specsplit.gateway.schemas import Body, ChatBody, CompletionBody, StreamOptions
@@ -303,7 +303,7 @@ def test_null_is_the_default_of_every_field() -> None:
 def test_a_key_is_let_in_by_its_name_and_stands_nowhere(tmp_path: Path) -> None:
     (key, line), file = new_key("alice"), tmp_path / "keys"
     file.write_text(f"# our keys\n\n{line}\n", encoding="utf-8")
-    ring = KeyRing.from_file(file)
+    ring = KeyFile(file)
     assert ring.caller(f"Bearer {key}") == "alice"
     assert ring.caller(f"bearer {key}") == "alice"
     assert key not in line
@@ -315,7 +315,7 @@ def test_a_key_is_let_in_by_its_name_and_stands_nowhere(tmp_path: Path) -> None:
 def test_a_wrong_line_of_keys_is_named_by_its_number_alone(text: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# one\n{text}\n", encoding="utf-8")
     with pytest.raises(InvalidSettings, match=r"^Line 2 of .*keys is not name:sha256") as caught:
-        KeyRing.from_file(tmp_path / "keys")
+        KeyFile(tmp_path / "keys")
     assert text not in str(caught.value)
 
 

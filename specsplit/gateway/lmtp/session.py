@@ -66,7 +66,8 @@ class LmtpSession:
         self._sending = asyncio.Lock()
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._news = StreamNews(self._tell_news)
-        self._is_draining = False
+        self._refusal: str | None = None
+        """Why no new stream is taken."""
 
     @property
     def num_open(self) -> int:
@@ -132,10 +133,9 @@ class LmtpSession:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def drain(self) -> None:
-        """Take no new stream, and wait until those that are open have ended."""
-        self._is_draining = True
-        await self.wait()
+    def refuse_streams(self, reason: str) -> None:
+        """Take no new stream from now on; each is answered with the reason."""
+        self._refusal = reason
 
     async def close(self, reason: str | None = None) -> None:
         """End all streams; with a reason each ends with an error that says it, if the client still reads."""
@@ -151,8 +151,8 @@ class LmtpSession:
         self._open.clear()
 
     def _check_room(self, stream_id: int, num_characters: int) -> None:
-        if self._is_draining:
-            raise InvalidRequest(SHUTTING_DOWN)
+        if self._refusal is not None:
+            raise InvalidRequest(self._refusal)
         if stream_id in self._open:
             raise InvalidRequest(f"Stream {stream_id} is open already; choose another stream_id.")
         if len(self._open) >= MAX_LMTP_STREAMS:

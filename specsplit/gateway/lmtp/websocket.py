@@ -19,6 +19,8 @@ from specsplit.gateway.lmtp.session import SHUTTING_DOWN, LmtpServer, LmtpSessio
 from specsplit.limits import MAX_FRAME_BYTES
 
 _RESTARTING = 1012
+_NOT_LET_IN = 1008
+_REVOKED = "The key of this connection is not let in any more."
 _BROKEN = {
     1002: "What was sent breaks the rules of WebSockets; the connection is closed.",
     1007: "What was sent is not UTF-8; the connection is closed.",
@@ -40,9 +42,11 @@ class LmtpApp:
             await PlainTextResponse(said, 426, {"upgrade": "websocket"})(scope, receive, send)
             return
         socket = WebSocket(scope, receive, send)
-        caller: str | None = ""
-        if self._keys is not None:
-            caller = self._keys.caller(socket.headers.get("authorization", ""))
+
+        def find_caller() -> str | None:
+            return self._keys.caller(socket.headers.get("authorization", "")) if self._keys is not None else ""
+
+        caller = find_caller()
         # A page of another site may open a WebSocket here, so what names its origin has to be from here.
         origin = socket.headers.get("origin")
         is_foreign = origin is not None and origin.partition("://")[2] != socket.headers.get("host")
@@ -52,7 +56,8 @@ class LmtpApp:
             return
         await socket.accept()
         host, port = scope.get("client") or ("-", 0)
-        await _Connection(self._server, receive, send, caller, f"{host}:{port}").serve()
+        connection = _Connection(self._server, receive, send, caller, f"{host}:{port}")
+        await connection.serve(lambda: find_caller() == caller)
 
 
 class _Connection:
@@ -62,15 +67,21 @@ class _Connection:
         self._receive, self._send = receive, send
         self._session = LmtpSession(server, self._send_frame, caller, f"{caller}@{name}" if caller else name)
 
-    async def serve(self) -> None:
-        """Answer the client's frames; its streams end with it."""
+    async def serve(self, is_let_in: Callable[[], bool]) -> None:
+        """Answer the client's frames while its key is let in; its streams end with it."""
         draining: asyncio.Task[None] | None = None
         try:
             while (message := await self._receive())["type"] != "websocket.disconnect":
                 if message["type"] == DRAIN:
-                    draining = asyncio.create_task(self._drain())
-                else:
-                    await self._session.handle(message.get("text") or "")
+                    draining = draining or asyncio.create_task(self._drain(SHUTTING_DOWN, _RESTARTING))
+                    continue
+                is_revoked = draining is None and not is_let_in()
+                if is_revoked:
+                    self._session.refuse_streams(_REVOKED)
+                await self._session.handle(message.get("text") or "")
+                # Only now: what the frame asks for is refused before the connection is closed.
+                if is_revoked:
+                    draining = asyncio.create_task(self._drain(_REVOKED, _NOT_LET_IN))
             await self._end(message.get("code", 0))
         except asyncio.CancelledError:  # the time to drain is over
             if draining is not None:
@@ -81,9 +92,11 @@ class _Connection:
                 draining.cancel()
             await self._session.close()
 
-    async def _drain(self) -> None:
-        await self._session.drain()
-        await self._leave(None, _RESTARTING)
+    async def _drain(self, reason: str, code: int) -> None:
+        """Let the streams that are open end, and leave with the code of the close."""
+        self._session.refuse_streams(reason)
+        await self._session.wait()
+        await self._leave(None, code)
 
     async def _end(self, code: int) -> None:
         """End the streams of a client that has left, or was cut off for what it sent."""
