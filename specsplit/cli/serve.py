@@ -177,18 +177,19 @@ def check_ports(**addresses: str | None) -> None:
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """Let SIGTERM and Ctrl-C end the process at once while it serves nobody yet."""
+    """Let SIGTERM, SIGHUP and Ctrl-C end the process at once while it serves nobody yet."""
     ended: BaseException | None = None
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal ended
-        ended = SystemExit(0) if number == signal.SIGTERM else KeyboardInterrupt()
+        ended = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(0)
         raise ended
 
     # As process 1 of a container we would otherwise ignore SIGTERM: the kernel gives that process no default action.
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # so a shell starts what runs in its background
+        # A shell ignores Ctrl-C for what runs in its background, and nohup ignores SIGHUP.
+        if handler is not signal.SIG_IGN:
             signal.signal(number, end)
     try:
         yield
@@ -236,22 +237,28 @@ async def serve_until_signal(
 
 
 class _Stop:
-    """Owns SIGTERM and SIGINT for the life of the loop: the first asks to drain, the second ends the process."""
+    """Owns SIGTERM, SIGINT and SIGHUP for the life of the loop: the first asks to drain, a second ends the process.
+
+    SIGHUP asks only: one terminal that closes sends it twice, and a manager of services may send it beside SIGTERM.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal."""
+        """The signal that asked; none follows SIGTERM or SIGINT."""
         self._signalled = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._handle, number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # Behind nohup it stays ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._handle, number)
 
     def _handle(self, number: int) -> None:
-        if self._signalled.is_set():
+        if self.number in (None, signal.SIGHUP):
+            self.number = number
+            self._signalled.set()
+        elif number != signal.SIGHUP:
             # A forward under way on the device thread would hold up every other way to exit.
             os._exit(128 + number)
-        self.number = number
-        self._signalled.set()
 
     async def wait(self) -> None:
         """Wait for the first signal."""

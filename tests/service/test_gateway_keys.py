@@ -1,4 +1,4 @@
-"""The file of API keys while the gateway runs: keys come and go with it, over HTTP and LMTP, and mishaps change none."""
+"""The file of API keys while the gateway runs: keys come and go with it, and mishaps change none."""
 
 from __future__ import annotations
 
@@ -34,8 +34,18 @@ def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (tmp_path / "keys").write_text(ALICES_LINE + "\n", encoding="utf-8")
+    write(tmp_path / "keys", ALICES_LINE)
     return tmp_path / "keys"
+
+
+def write(file: Path, *lines: str) -> None:
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def replace(file: Path, *lines: str) -> None:
+    """Set another file in the place of one, as Kubernetes and most editors do."""
+    write(file.with_name("new"), *lines)
+    file.with_name("new").replace(file)
 
 
 def headers(key: str) -> dict[str, str]:
@@ -61,34 +71,29 @@ async def status(http: aiohttp.ClientSession, key: str) -> int:
 async def test_keys_come_and_go_with_their_lines(file: Path) -> None:
     async with gateway(file) as http:
         assert [await status(http, key) for key in (ALICE, BOB)] == [200, 401]
-        file.write_text(f"{ALICES_LINE}\n{BOBS_LINE}\n", encoding="utf-8")
+        write(file, ALICES_LINE, BOBS_LINE)
         assert [await status(http, key) for key in (ALICE, BOB)] == [200, 200]
-        replacement = file.with_name("new")
-        replacement.write_text(BOBS_LINE + "\n", encoding="utf-8")
-        replacement.replace(file)
+        replace(file, BOBS_LINE)
         assert [await status(http, key) for key in (ALICE, BOB)] == [401, 200]
 
 
 async def test_a_file_is_looked_at_once_a_period(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "LOOK_S", 1000.0)
     async with gateway(file) as http:
-        file.write_text("", encoding="utf-8")
+        write(file)
         assert await status(http, ALICE) == 200
 
 
 async def test_a_file_in_disorder_leaves_the_keys_and_warns_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with gateway(file) as http:
-        for content in ("alice:half of a li", None):
+        for damage in (lambda: write(file, "alice:half of a li"), lambda: file.rename(file.with_name("away"))):
             caplog.clear()
-            if content is None:
-                file.unlink()
-            else:
-                file.write_text(content, encoding="utf-8")
+            damage()
             assert [await status(http, ALICE) for _ in range(3)] == [200] * 3
             warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
             assert len(warnings) == 1
             assert warnings[0].startswith("the API keys before stay in use: ")
-        file.write_text(BOBS_LINE + "\n", encoding="utf-8")
+        write(file, BOBS_LINE)
         assert [await status(http, key) for key in (ALICE, BOB)] == [401, 200]
 
 
@@ -111,7 +116,7 @@ async def test_a_revoked_key_ends_its_websocket_behind_its_streams(file: Path) -
         reading = asyncio.create_task(client.read())
         await client.ask("GENERATE", prompt=[1], max_tokens=3, ignore_eos=True)
         await wait_until(lambda: target.num_under_way == 1)
-        file.write_text(BOBS_LINE + "\n", encoding="utf-8")
+        write(file, BOBS_LINE)
         refused = await client.answer("GENERATE", stream_id=2, prompt=[1])
         assert "not let in any more" in refused[0]["error"]
         assert not socket.closed
@@ -122,7 +127,7 @@ async def test_a_revoked_key_ends_its_websocket_behind_its_streams(file: Path) -
 
 
 async def test_a_file_without_keys_is_a_warning_at_the_start(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file.write_text("# nobody yet\n", encoding="utf-8")
+    write(file, "# nobody yet")
     given = {"api_key_file": str(file), "http": "127.0.0.1:0", "tls_cert": "cert.pem"}
     settings = load_settings(given, as_options=True, purpose="gateway").settings
     with pytest.raises(InvalidSettings, match="tls-key"):  # it comes no further
