@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import typer
 
 from specsplit.cli import certs, chat, draft_vocab, examples, keys, options, plan, prompt_options, top, trace
+from specsplit.cli.failure import fail
 from specsplit.cli.help import HELP_NAMES, Command, Group, HelpAll, ShortCommand, Version
-from specsplit.cli.logs import is_debugging
 from specsplit.cli.other_programs import refuse_short_options_of_others
 from specsplit.cli.run_given import run_given
 from specsplit.cli.standard_streams import drop_stdout, is_stdout_broken, open_closed_streams
@@ -357,6 +356,7 @@ def run(arguments: Sequence[str] | None) -> int:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed before a command ran.
     """
+    words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
         open_closed_streams()
     # These libraries read these when they are imported. Errors of theirs that matter are reported in our own words.
@@ -368,17 +368,17 @@ def run(arguments: Sequence[str] | None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        refuse_short_options_of_others(sys.argv[1:] if arguments is None else arguments)
+        refuse_short_options_of_others(words)
         code: Any = app(args=arguments, prog_name="specsplit", standalone_mode=False, obj=arguments is None)
         sys.stdout.flush()
     except SpecSplitError as error:
-        return _fail(error, str(error), error.exit_code)
+        return fail(error, str(error), error.exit_code, words)
     except BrokenPipeError:
         drop_stdout()
         return 1
     except Exception as error:
         if isinstance(error, OSError) and error.filename is None and is_stdout_broken():
-            return _fail(error, f"Standard output cannot be written ({error.strerror}).", 1)
+            return fail(error, f"Standard output cannot be written ({error.strerror}).", 1, words)
         if "KeyboardInterrupt" in str(error):
             # pydantic makes a SchemaError of Ctrl-C while a class of its own is built.
             raise KeyboardInterrupt from error
@@ -387,14 +387,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
         usage = usage_sentence(error)
         if usage is not None:
-            return _fail(error, usage, 2)
+            return fail(error, usage, 2, words)
         hint = f"Set {defaults.ENV_DEBUG}=1 for the traceback."
-        return _fail(error, f"Unexpected {type(error).__name__}: {sentence(str(error))} {hint}", 1)
+        return fail(error, f"Unexpected {type(error).__name__}: {sentence(str(error))} {hint}", 1, words)
     return code if isinstance(code, int) else 0
-
-
-def _fail(error: BaseException, message: str, code: int) -> int:
-    if is_debugging():
-        traceback.print_exception(error)
-    typer.echo(f"Error: {message}", err=True)
-    return code

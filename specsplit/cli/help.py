@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from specsplit.cli.logs import json_formatter, note
+
 HELP_NAMES = {"help_option_names": ["-h", "--help", "--help-all"]}
 """The settings of the parser by which `-h` and `--help-all` are `--help`, where no option is hidden; subcommands
 inherit them."""
@@ -88,7 +90,10 @@ def _interruptible() -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("Interrupted.", err=True)
+        if json_formatter() is not None:
+            note("Interrupted.")
+        else:
+            typer.echo("Interrupted.", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from specsplit.core.defaults import ENV_DEBUG
+from specsplit.rpc.child_log import PASSED_ON
 from specsplit.telemetry import spans
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ class JsonFormatter(logging.Formatter):
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
+        """Return the line of a record; that of another process, which has its own role, goes on as it is."""
+        if (passed_on := getattr(record, PASSED_ON, None)) is not None:
+            return json.dumps(passed_on, ensure_ascii=False)
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -77,6 +80,13 @@ def set_up_logging(settings: LoggedSettings | None = None, role: str = "") -> No
     if settings.log_format == "json":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonFormatter(role))
+        logging.captureWarnings(capture=True)
+
+
+def json_formatter() -> JsonFormatter | None:
+    """Return the format of this process's log if it is JSON."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return next((each for each in formatters if isinstance(each, JsonFormatter)), None)
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
@@ -94,7 +104,7 @@ def note(text: str) -> None:
 
     A log that cannot be written ends no service: the sentence is lost, as a record of `logging` is.
     """
-    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
+    if json_formatter() is not None:
         # Whatever the level, since these are the words that every service says.
         _notes.setLevel(logging.INFO)
         _notes.info("%s", text)

@@ -17,6 +17,7 @@ from typing import cast
 from specsplit.core.errors import ResourceError, SpecSplitError, WorkerFailed
 from specsplit.core.types import Note
 from specsplit.model.child_python import python_command, python_environment
+from specsplit.rpc.child_log import FAILED, json_fields, pass_on
 from specsplit.rpc.hang import wait_stalled
 
 PAUSES_S = (0.2, 10.0)
@@ -52,7 +53,7 @@ class LocalProcess:
         self._forwarding: asyncio.Task[None] | None = None
         self._supervising: asyncio.Task[None] | None = None
         self._said = ""
-        """Last line that the process wrote to stderr."""
+        """Last line that the process wrote to stderr; of a line of JSON, its message."""
         self._serves = False
         """Whether the process has said where it serves."""
 
@@ -187,11 +188,17 @@ class LocalProcess:
                 continue
             if not line:
                 return
-            self._said = line.decode(errors="replace").rstrip()
+            text = line.decode(errors="replace").rstrip()
+            fields = json_fields(text)
+            self._said = text if fields is None else fields["message"]
             # Why it does not serve is said by the error that `start` raises.
-            is_reason = self._said.startswith("Error: ") and not self._serves
-            if self._note is not None and not is_reason:
-                self._note(f"{self._name}: {self._said}")
+            is_reason = text.startswith("Error: ") if fields is None else fields.get("event") == FAILED
+            if self._note is None or (is_reason and not self._serves):
+                continue
+            if fields is None:
+                self._note(f"{self._name}: {text}")
+            else:
+                pass_on(self._name, fields)
 
 
 @asynccontextmanager
