@@ -66,6 +66,10 @@ class Service(Protocol):
         """Open no session any more, since the server drains."""
         ...
 
+    def cut(self) -> None:
+        """Note that what is open now ends with the server, whose time to drain is over."""
+        ...
+
     async def aclose(self) -> None:
         """End the tasks that the service itself began."""
         ...
@@ -180,6 +184,8 @@ class Server:
         is_idle = await self._boundary.wait_idle(max(0.0, end_s - asyncio.get_running_loop().time()))
         # A session is cut between two of its calls as well, and has one under way at most.
         num_cut = max(self._boundary.num_answers, num_texts)
+        for service in self._services:
+            service.cut()
         self._boundary.end_rounds()
         await self._server.stop(_FLUSH_S if is_idle else None)
         await self._boundary.wait_idle(_FLUSH_S)

@@ -78,7 +78,7 @@ class WorkerService(ABC):
         self._worker, self._num_sessions, self._front = worker, num_sessions, front
         self._quotas = front.quotas if front is not None else NO_QUOTAS
         self._clients = ClientSessions(self._lose)
-        self._is_draining, self._began_s = False, time.monotonic()
+        self._is_draining, self._is_cut, self._began_s = False, False, time.monotonic()
 
     @property
     def num_sessions(self) -> int:
@@ -111,6 +111,10 @@ class WorkerService(ABC):
         if self._front is not None:
             self._front.refuse_waiting(draining)
 
+    def cut(self) -> None:
+        """Log sessions that are lost from now on as cut by the worker, and not as left by their clients."""
+        self._is_cut = True
+
     async def aclose(self) -> None:
         """Leave the worker running: the caller closes it."""
         return
@@ -140,9 +144,10 @@ class WorkerService(ABC):
                 yield turn
 
     def _lose(self, sessions: Sequence[str]) -> None:
-        """Let sessions whose client has vanished give their slots to others soon."""
+        """Let sessions whose client has vanished, or that a drain has cut, give their slots to others soon."""
+        reason = "the worker stops, and its time to drain is over" if self._is_cut else "its client has vanished"
         for session in sessions:
-            log_session("lost", session, reason="its client has vanished")
+            log_session("lost", session, reason=reason)
         if self._front is not None:
             self._front.abandon(sessions)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import grpc
 import pytest
@@ -71,6 +72,34 @@ async def test_a_drain_does_not_wait_beyond_its_grace():
         with pytest.raises(WorkerUnreachable):
             await running
         assert (target.num_under_way, server.num_running) == (0, 0)
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_a_session_cut_by_a_drain_is_not_put_down_to_its_client(
+    is_idle: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "specsplit.sessions")
+    target = FakeTarget(Faults(gate=None if is_idle else asyncio.Event()))
+    service = TargetService(target, lambda: len(target.slots))
+    async with serving(LOOPBACK, [service]) as server, verifier_at(server) as verifier:
+        turn = Script().first()
+        running = asyncio.create_task(verifier.verify(turn, without_tree(turn)))
+        await wait_until(lambda: running.done() if is_idle else target.num_under_way == 1)
+        assert await server.drain(0.05) == 1
+        await asyncio.gather(running, return_exceptions=True)
+    lost = [record.getMessage() for record in caplog.records if "lost session" in record.getMessage()]
+    assert lost
+    assert all(line.endswith(": the worker stops, and its time to drain is over") for line in lost)
+
+
+async def test_a_session_whose_client_leaves_is_put_down_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "specsplit.sessions")
+    async with serving(LOOPBACK, [TargetService(FakeTarget())]) as server:
+        async with verifier_at(server) as verifier:
+            turn = Script().first()
+            await verifier.verify(turn, without_tree(turn))
+        await wait_until(lambda: caplog.text.count("lost session") == 1)
+    assert "its client has vanished" in caplog.text
 
 
 async def test_a_text_that_a_drain_ends_between_two_rounds_is_counted():

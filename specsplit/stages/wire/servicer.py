@@ -97,6 +97,9 @@ class StageService:
         """Take no other coordinator any more, and let the one there is know that it should move its sessions."""
         self._tenancy.refuse()
 
+    def cut(self) -> None:
+        """Note nothing: the coordinator logs the sessions that it loses."""
+
     async def aclose(self) -> None:
         """Cut all streams and stop what runs for them."""
         await self._tenancy.aclose()
