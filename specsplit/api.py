@@ -29,6 +29,7 @@ from specsplit.assembly.arguments import (
     plain_settings,
 )
 from specsplit.assembly.chunk_stream import ChunkStream, Deliver, raise_failure, refuse_elsewhere
+from specsplit.assembly.generation_settings import generation_settings
 from specsplit.assembly.loop_thread import CancellableTask, FinishedTask, LoopThread, join_ending
 from specsplit.assembly.models import load_local
 from specsplit.assembly.opening import open_workers
@@ -36,7 +37,7 @@ from specsplit.assembly.requests import RequestMaker, check_request_values, requ
 from specsplit.assembly.workers import Workers
 from specsplit.core.defaults import LOCAL_SESSIONS
 from specsplit.core.errors import InvalidRequest
-from specsplit.core.settings import OrchestratorSettings, Settings, load_settings
+from specsplit.core.settings import OrchestratorSettings, Settings
 from specsplit.orchestrator.request import Chunk, Result
 
 __all__ = ["Pipeline", "PipelineOptions", "Prompt", "RequestOptions"]
@@ -71,7 +72,7 @@ class Pipeline:
         **options: Unpack[PipelineOptions],
     ) -> None:
         named = {"target_model": target_model, "draft_model": draft_model, "target": target, "draft": draft, **options}
-        self._open(load_settings(plain_settings(named), config=config_path(config)).settings)
+        self._open(generation_settings(plain_settings(named), config=config_path(config)).settings)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from specsplit.assembly.arguments import check_prompt
+from specsplit.assembly.generation_settings import generation_settings
 from specsplit.assembly.models import LoadedDraft, Models, load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_request_values, make_request, request_settings
@@ -38,7 +39,8 @@ def run(given: Mapping[str, Any]) -> int:
             f"--endpoint and {named} exclude each other: the endpoint has its own models and settings."
         )
     chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
-    effective = load_settings(chosen, config=given.get("config"), as_options=True)
+    read = generation_settings if endpoint is None else load_settings
+    effective = read(chosen, config=given.get("config"), as_options=True)
     check_request_values(effective.settings.orchestrator)
     if given.get("raw") and "chat_template_kwargs" in given:
         raise InvalidSettings("--chat-template-kwargs and --raw exclude each other: raw text has no chat template.")

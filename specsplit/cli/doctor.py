@@ -11,6 +11,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from specsplit.assembly.generation_settings import generation_settings
 from specsplit.assembly.models import LoadedDraft, Progress, check_models, load_local, load_worker
 from specsplit.assembly.requests import check_request_values
 from specsplit.cli import render
@@ -19,7 +20,7 @@ from specsplit.cli.doctor_links import CERTIFICATE, check_links
 from specsplit.cli.doctor_memory import memory_checks
 from specsplit.core.defaults import Role
 from specsplit.core.errors import SpecSplitError
-from specsplit.core.settings import EffectiveSettings, Settings, load_settings
+from specsplit.core.settings import EffectiveSettings, Settings
 from specsplit.core.types import Identity
 from specsplit.model.extra import require_worker_extra
 from specsplit.model.longest_context import longest_context
@@ -55,7 +56,7 @@ def _check_settings(given: Mapping[str, Any]) -> Iterator[Check]:
         InvalidSettings: the settings cannot be read.
     """
     chosen = {name: value for name, value in given.items() if name not in ("config", "json")}
-    effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
+    effective = generation_settings(chosen, config=given.get("config"), as_options=True, purpose="check")
     yield from guarded("settings", _check_values, effective)
     failed: set[str] = set()
     for check in guarded("links", check_links, effective):

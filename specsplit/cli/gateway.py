@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from specsplit.assembly.generation_settings import generation_settings, no_draft_note
 from specsplit.assembly.models import check_models
 from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.print_config import print_config
@@ -13,7 +14,6 @@ from specsplit.cli.serve import NOT_SETTINGS, check_ports, serve_until_signal
 from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, MissingExtra
-from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     given = _with_model(given)
     chosen = {name: value for name, value in given.items() if name not in NOT_SETTINGS}
-    effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway")
+    effective = generation_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway")
     if given.get("print_config"):
         print_config(effective, as_json=False)
         return 0
@@ -39,6 +39,8 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     set_up_logging(settings.gateway, "gateway")
     chosen = settings.gateway
     check_ports(http=chosen.http, lmtp=chosen.lmtp, health=chosen.health, metrics=chosen.metrics)
+    if (lack := no_draft_note(settings)) is not None:
+        note(lack)
     arguments = worker_arguments(given, chosen)
 
     def opening() -> AbstractAsyncContextManager[RunningGateway]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from specsplit.assembly.generation_settings import generation_settings, no_draft_note
 from specsplit.assembly.models import check_models
 from specsplit.cli.gateway import gateway_extra, worker_arguments
 from specsplit.cli.logs import note, set_up_logging
@@ -13,7 +14,6 @@ from specsplit.cli.serve import NOT_SETTINGS
 from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings
-from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
 
 _FOR_SERVE = ("gateway.metrics", "gateway.health", "gateway.drain")
@@ -23,7 +23,7 @@ _FOR_SERVE = ("gateway.metrics", "gateway.health", "gateway.drain")
 def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     chosen = {name: value for name, value in given.items() if name not in (*NOT_SETTINGS, "stdio")}
-    effective = load_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway")
+    effective = generation_settings(chosen, config=given.get("config"), as_options=True, purpose="gateway")
     settings = effective.settings
     # Closed by whoever started this; if that was a shell, `main` has opened /dev/null as the first two.
     if None in (sys.stdin, sys.stdout, sys.__stdin__, sys.__stdout__):
@@ -41,6 +41,8 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     unused = [origin.name for key in _FOR_SERVE if (origin := effective.origins.get(key)) is not None]
     if unused:
         note(f"Not used by lmtp, which opens no port and ends with its client: {', '.join(unused)}.")
+    if (lack := no_draft_note(settings)) is not None:
+        note(lack)
     arguments = worker_arguments(given, settings.gateway)
 
     async def serve() -> None:

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from specsplit.assembly.generation_settings import generation_settings, no_draft_note
 from specsplit.assembly.models import LoadedDraft, Models, check_models, load_local
 from specsplit.assembly.opening import open_workers
 from specsplit.assembly.requests import check_request_values, make_request
@@ -28,7 +29,7 @@ from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, SpecSplitError
 from specsplit.core.progress import listening
-from specsplit.core.settings import Settings, load_settings
+from specsplit.core.settings import Settings
 from specsplit.engine import event_loop
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.orchestrator.request import Chunk, Request, Result, RoundFacts
@@ -73,7 +74,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     """Run the command with the options `given` on the command line; return its exit code."""
     given = with_prompt(given)
     chosen = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
-    effective = load_settings(chosen, config=given.get("config"), as_options=True)
+    effective = generation_settings(chosen, config=given.get("config"), as_options=True)
     if given.get("print_config"):
         print_config(effective, as_json=bool(given.get("json")))
         return 0
@@ -98,9 +99,8 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
         hot = f"A temperature (-t) of {settings.orchestrator.temperature:g} makes the text noise"
         render.note(f"{hot}; CPU threads are set by --threads.")
     check_models(settings)
-    if settings.lacks_draft:
-        how = "guessing from the text alone" if settings.speculates else "decoding plainly"
-        render.note(f"No draft for this target: {how}; name one with {option}.")
+    if (lack := no_draft_note(settings)) is not None:
+        render.note(lack)
     if not settings.has_local_model and owns_process:
         spare("torch")
     with tracing(given, "orchestrator"):

@@ -78,9 +78,9 @@ class Settings(BaseSettings):
         """The draft to load into this process; None decodes plainly, or with a remote one."""
         if self.draft.address is not None or self.orchestrator.mode in DRAFTLESS:
             return None
-        if self.draft.model is None and self.target.model == EMBEDDED and not self.is_remote:
-            return EMBEDDED
-        return self.draft.model
+        if self.draft.model is not None or self.is_remote:
+            return self.draft.model
+        return self.target.draft_model or (EMBEDDED if self.target.model == EMBEDDED else None)
 
     @property
     def has_local_model(self) -> bool:
@@ -231,7 +231,7 @@ def _placed(merged: _Layer, chosen: _Layer) -> _Layer:
     for role in named:
         if role in addressed:
             raise _both_places(chosen[f"{role}.model"][1], chosen[f"{role}.address"][1])
-    dropped = {f"{role}.address" for role in named}
+    dropped = {f"{role}.address" for role in named} | ({"target.draft_model"} if "draft" in named else set[str]())
     if "target" in named and not addressed:
         dropped.add("draft.address")
     merged = {key: entry for key, entry in merged.items() if key not in dropped}
