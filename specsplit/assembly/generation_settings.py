@@ -25,11 +25,14 @@ def generation_settings(
     """Return what `load_settings` does; if a target here names the draft beside it, that is the draft.
 
     Raises:
-        InvalidSettings: as `load_settings`; or two drafts are named, or something is set for a draft and there is none.
+        InvalidSettings: as `load_settings`; or two drafts are named, or something is set for a draft and there is none,
+            or the target to generate with is one cut into stages that no process has started.
     """
     effective = _with_targets_draft(load_settings(given, config=config, as_options=as_options, purpose=purpose))
     if not _names_draft(effective.settings):
         refuse_options_of_no_draft(effective)
+    if purpose == "generate":
+        _refuse_stages(effective)
     return effective
 
 
@@ -51,6 +54,17 @@ def _with_targets_draft(effective: EffectiveSettings) -> EffectiveSettings:
         both = " and ".join(origins[key].name for key in ("draft.model", "target.draft_model"))
         raise InvalidSettings(f"{both} name two drafts, {own} and {named}; leave one of them out.")
     return beside(effective, named)
+
+
+def _refuse_stages(effective: EffectiveSettings) -> None:
+    """Refuse a target cut into stages: its coordinator serves, and a process that generates loads whole models."""
+    target = effective.settings.target
+    if not effective.settings.is_remote and target.is_cut:
+        name = effective.origins["target.stages" if target.stages else "target.local_stages"].name
+        raise InvalidSettings(
+            f"{name} is for a target cut into stages, which is served: start it with specsplit target and name its "
+            "address with --target, or start specsplit serve."
+        )
 
 
 def _names_draft(settings: Settings) -> bool:

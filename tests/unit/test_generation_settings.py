@@ -81,6 +81,24 @@ def test_an_option_of_a_draft_goes_with_the_embedded_one(tmp_path: Path) -> None
     assert generation_settings(options, config=config_of(tmp_path, TARGET)).settings.draft_source is None
 
 
+@pytest.mark.parametrize("setting", ["STAGES", "LOCAL_STAGES"])
+@pytest.mark.parametrize("command", ["orchestrate", "chat"])
+def test_no_target_cut_into_stages_is_loaded_whole(
+    command: str, setting: str, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    name = f"SPECSPLIT_TARGET_{setting}"
+    monkeypatch.setenv(name, "127.0.0.1:1" if setting == "STAGES" else "2")
+    assert main([command, *(["x", "-n", "4"] if command == "orchestrate" else [])]) == 2
+    assert capfd.readouterr().err == (
+        f"Error: {name} is for a target cut into stages, which is served: start it with specsplit target and name its "
+        "address with --target, or start specsplit serve.\n"
+    )
+    with pytest.raises(InvalidSettings, match=f"^{name} is for a target cut"):
+        Pipeline()
+    assert main(["serve", "--print-config"]) == 0
+    assert generation_settings({"target": "a:1"}).settings.is_remote
+
+
 def test_the_gateway_says_that_there_is_no_draft(capfd: Capture) -> None:
     assert main(["serve", "--target", "127.0.0.1:9", "--retry", "0"]) == 1
     assert "No draft for this target: guessing from the text alone; name one with --draft.\n" in capfd.readouterr().err
