@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from specsplit import __version__
 from specsplit.assembly.current_models import current_models
+from specsplit.assembly.generation_settings import no_draft_note
 from specsplit.assembly.links import remote_workers
 from specsplit.assembly.supervision import local_processes
 from specsplit.assembly.worker_links import WorkerLinks, worker_links
@@ -22,7 +22,7 @@ from specsplit.core.settings import Settings
 from specsplit.core.types import Note
 from specsplit.gateway.app import Gateway, create_app, create_health_app, create_lmtp_app
 from specsplit.gateway.audit_metrics import AuditMetrics
-from specsplit.gateway.keys import KeyFile, KeyRing
+from specsplit.gateway.keys import required_keys
 from specsplit.gateway.lmtp.message_log import message_log
 from specsplit.gateway.metrics import Metrics
 from specsplit.gateway.models import ModelTable, ServedModel
@@ -31,7 +31,7 @@ from specsplit.gateway.server import HttpServer, serving_http
 from specsplit.orchestrator.orchestrator import Orchestrator
 from specsplit.rpc.credentials import Security, open_security
 from specsplit.rpc.metrics_port import metrics_port
-from specsplit.rpc.transport import is_loopback, parse_address
+from specsplit.rpc.transport import parse_address
 
 _REMOTE_RETRY_S = 5.0
 """Time for a target elsewhere that is lost; one that the gateway restarts itself gets RETRY_S."""
@@ -77,7 +77,9 @@ async def serving_gateway(
     chosen = settings.gateway
     host, port = parse_address(chosen.http, listening=True)
     lmtp_at = None if chosen.lmtp is None else parse_address(chosen.lmtp, listening=True)
-    keys = _keys(chosen, [host] if lmtp_at is None else [host, lmtp_at[0]])
+    keys = required_keys(chosen)
+    if keys is not None:
+        keys.warn_if_empty()
     async with AsyncExitStack() as stack:
         log = stack.enter_context(message_log(chosen.log_messages, shows_prompts=chosen.log_prompts))
         models = await stack.enter_async_context(serving_models(settings, worker_arguments, note))
@@ -133,6 +135,8 @@ async def serving_models(
     """
     chosen, links = settings.gateway, worker_links(settings)
     security = open_security(chosen, "gateway")
+    if note is not None and (lack := no_draft_note(settings)) is not None:
+        note(lack)
     async with AsyncExitStack() as stack:
         started = await stack.enter_async_context(local_processes(settings, worker_arguments, note))
         if started.target is not None:
@@ -176,22 +180,3 @@ async def _connected(
 def _orchestrator(workers: Workers, settings: OrchestratorSettings, mode: Mode | None) -> Orchestrator:
     """Return the orchestrator of `mode`, or of the settings' own."""
     return workers.orchestrator(settings if mode is None else settings.model_copy(update={"mode": mode}))
-
-
-def _keys(settings: GatewaySettings, hosts: Sequence[str]) -> KeyRing | None:
-    """Return the keys that are let in, None if nobody needs one.
-
-    Raises:
-        InvalidSettings: other machines could use the gateway without a key, and nobody said that they may.
-    """
-    if settings.api_key_file is not None:
-        keys = KeyFile(Path(settings.api_key_file))
-        keys.warn_if_empty()
-        return keys
-    if not settings.allow_anonymous and not all(map(is_loopback, hosts)):
-        which = f"--lmtp {settings.lmtp}" if is_loopback(hosts[0]) else f"--http {settings.http}"
-        raise InvalidSettings(
-            f"{which} can be reached from other machines: name the keys that are let in with "
-            "--api-key-file (specsplit keys new makes one), or let in everybody with --allow-anonymous."
-        )
-    return None

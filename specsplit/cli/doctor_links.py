@@ -5,15 +5,15 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
+from specsplit.cli import ports
 from specsplit.cli.doctor_checks import Check
 from specsplit.core.errors import SpecSplitError
 from specsplit.core.paths import expanded
-from specsplit.core.sections import LinkSettings
+from specsplit.core.sections import GatewaySettings, LinkSettings, StageSettings, WorkerSettings
 from specsplit.core.settings import EffectiveSettings
 from specsplit.engine import event_loop
-from specsplit.gateway.keys import KeyFile
+from specsplit.gateway.keys import required_keys
 from specsplit.rpc.auth import ROLES, LinkRole
 from specsplit.rpc.certificate import Certificate
 from specsplit.rpc.credentials import open_security
@@ -37,23 +37,37 @@ def check_links(effective: EffectiveSettings) -> Iterator[Check]:
         elif section.insecure:
             detail = "links may leave this machine without certificates: others can read and change what they carry"
             yield Check(f"{role} links", True, detail, is_warning=True)
-    keys_file = effective.settings.gateway.api_key_file
-    yield from _api_keys(keys_file)
-    yield from _private("API keys", keys_file)
-    yield from _ports(effective)
+        if isinstance(section, WorkerSettings | StageSettings):
+            yield from _plaintext(role, section)
+    yield from _api_keys(effective.settings.gateway)
+    yield from _private("API keys", effective.settings.gateway.api_key_file)
+    yield from _distinct_ports(effective)
+    yield from _free_ports(effective)
 
 
-def _api_keys(path: str | None) -> Iterator[Check]:
-    """Check that a gateway can read its file of keys, and that it lets somebody in."""
-    if path is None:
-        return
+def _api_keys(settings: GatewaySettings) -> Iterator[Check]:
+    """Check that a gateway has the keys that it needs and can read their file, and that it lets somebody in."""
     try:
-        count = len(KeyFile(Path(path)))
+        keys = required_keys(settings)
     except SpecSplitError as error:
         yield Check("API keys", False, str(error))
         return
-    nobody = "none, so nobody is let in: add the line of specsplit keys new NAME"
-    yield Check("API keys", True, f"{count} in {path}" if count else nobody, is_warning=not count)
+    if keys is not None:
+        nobody = "none, so nobody is let in: add the line of specsplit keys new NAME"
+        detail = f"{len(keys)} in {settings.api_key_file}" if len(keys) else nobody
+        yield Check("API keys", True, detail, is_warning=not len(keys))
+
+
+def _plaintext(role: LinkRole, settings: WorkerSettings | StageSettings) -> Iterator[Check]:
+    """Check that the role would serve with its links as they are; certificates that are wrong have their own check."""
+    try:
+        security = open_security(settings, role)
+    except SpecSplitError:
+        return
+    try:
+        ports.check_links(settings, security)
+    except SpecSplitError as error:
+        yield Check(f"{role} links", False, str(error))
 
 
 def _certificate(role: LinkRole, settings: LinkSettings) -> Iterator[Check]:
@@ -87,7 +101,16 @@ def _private(name: str, path: str | None) -> Iterator[Check]:
         yield Check(f"{name} file", True, f"{path} is open to every user here: chmod o-rw {path}", is_warning=True)
 
 
-def _ports(effective: EffectiveSettings) -> Iterator[Check]:
+def _distinct_ports(effective: EffectiveSettings) -> Iterator[Check]:
+    """Check that the ports of each role are different ones."""
+    for role, section in effective.settings.model_dump().items():
+        try:
+            ports.check_distinct({field: section[field] for field in _PORTS if field in section})
+        except SpecSplitError as error:
+            yield Check(f"{role} ports", False, str(error))
+
+
+def _free_ports(effective: EffectiveSettings) -> Iterator[Check]:
     for key, value, _ in effective.rows():
         role, field = key.split(".")
         if field not in _PORTS or key not in effective.origins or not value:

@@ -6,11 +6,12 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from specsplit.assembly.generation_settings import generation_settings, no_draft_note
+from specsplit.assembly.generation_settings import generation_settings
 from specsplit.assembly.models import check_models
 from specsplit.cli.logs import note, set_up_logging
+from specsplit.cli.ports import check_ports
 from specsplit.cli.print_config import print_config
-from specsplit.cli.serve import NOT_SETTINGS, check_ports, serve_until_signal
+from specsplit.cli.serve import NOT_SETTINGS, serve_until_signal
 from specsplit.cli.spared import spare
 from specsplit.cli.tracing import tracing
 from specsplit.core.errors import InvalidSettings, MissingExtra
@@ -39,8 +40,6 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     set_up_logging(settings.gateway, "gateway")
     chosen = settings.gateway
     check_ports(http=chosen.http, lmtp=chosen.lmtp, health=chosen.health, metrics=chosen.metrics)
-    if (lack := no_draft_note(settings)) is not None:
-        note(lack)
     arguments = worker_arguments(given, chosen)
 
     def opening() -> AbstractAsyncContextManager[RunningGateway]:

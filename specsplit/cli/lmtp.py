@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from specsplit.assembly.generation_settings import generation_settings, no_draft_note
+from specsplit.assembly.generation_settings import generation_settings
 from specsplit.assembly.models import check_models
 from specsplit.cli.gateway import gateway_extra, worker_arguments
 from specsplit.cli.logs import note, set_up_logging
@@ -41,8 +41,6 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     unused = [origin.name for key in _FOR_SERVE if (origin := effective.origins.get(key)) is not None]
     if unused:
         note(f"Not used by lmtp, which opens no port and ends with its client: {', '.join(unused)}.")
-    if (lack := no_draft_note(settings)) is not None:
-        note(lack)
     arguments = worker_arguments(given, settings.gateway)
 
     async def serve() -> None:

@@ -28,10 +28,10 @@ from specsplit.assembly.serving import serving
 from specsplit.cli import render
 from specsplit.cli.help import INTERRUPTED
 from specsplit.cli.logs import note, set_up_logging
+from specsplit.cli.ports import check_links, check_ports
 from specsplit.cli.print_config import print_config
 from specsplit.cli.tracing import tracing
 from specsplit.core.defaults import Role
-from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import DraftSettings, StageSettings, TargetSettings, WorkerSettings
 from specsplit.core.settings import load_settings
 from specsplit.engine import event_loop
@@ -147,32 +147,8 @@ def check_service(settings: WorkerSettings | StageSettings, role: LinkRole) -> N
 
     if settings.metrics:
         require_metrics()
-    security = open_security(settings, role)
-    security.check_listen(settings.listen)
-    for address in (*settings.stages, *settings.spares) if isinstance(settings, TargetSettings) else ():
-        security.check_dial(address)
+    check_links(settings, open_security(settings, role))
     check_ports(listen=settings.listen, health=settings.health, metrics=settings.metrics)
-
-
-def check_ports(**addresses: str | None) -> None:
-    """Raise if nothing can listen at one of the addresses, named by their options, before a model is loaded.
-
-    Raises:
-        InvalidSettings: an address is none, is in use, or is that of two options.
-    """
-    from specsplit.rpc.listening import check_free
-    from specsplit.rpc.transport import parse_address
-
-    option_at: dict[tuple[str, int], str] = {}
-    for option, listen in addresses.items():
-        if listen is None:
-            continue
-        at = parse_address(listen, listening=True)
-        event_loop.run(check_free(*at))
-        first = option_at.setdefault(at, option)
-        # Port 0 is another free one each time.
-        if first != option and at[1] != 0:
-            raise InvalidSettings(f"--{first} and --{option} name the same address {listen}; change one of them.")
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.paths import expanded
+from specsplit.core.sections import GatewaySettings
+from specsplit.rpc.transport import is_loopback, parse_address
 
 LOOK_S = 1.0
 """Period at which requests look whether the file has changed."""
@@ -127,6 +129,25 @@ def _names_in(path: Path) -> dict[str, str]:
             raise InvalidSettings(f"Line {number} of {path} is not name:sha256; make one with specsplit keys new.")
         names[match[2]] = match[1]
     return names
+
+
+def required_keys(settings: GatewaySettings) -> KeyFile | None:
+    """Return the keys that a gateway lets in, None if nobody needs one.
+
+    Raises:
+        InvalidSettings: other machines could use the gateway without a key, and nobody said that they may; or the file
+            of keys cannot be used.
+    """
+    if settings.api_key_file is not None:
+        return KeyFile(Path(settings.api_key_file))
+    for option, listen in {"http": settings.http, "lmtp": settings.lmtp}.items():
+        is_open = listen is not None and not is_loopback(parse_address(listen, listening=True)[0])
+        if is_open and not settings.allow_anonymous:
+            raise InvalidSettings(
+                f"--{option} {listen} can be reached from other machines: name the keys that are let in with "
+                "--api-key-file (specsplit keys new makes one), or let in everybody with --allow-anonymous."
+            )
+    return None
 
 
 def _hash(key: str) -> str:
