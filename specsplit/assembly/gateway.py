@@ -162,7 +162,9 @@ async def _connected(
     target = settings.target.model_copy(update={"address": first})
     draft = settings.draft.model_copy(update={"address": links.draft})
     # Who names more patience for a lost target has it at the start as well, when a target elsewhere may still load.
-    patience = settings.orchestrator.model_copy(update={"retry": max(settings.orchestrator.retry, retry_s)})
+    # The timeout is for requests, so it does not end the start.
+    longest_s = max(settings.orchestrator.retry, retry_s)
+    patience = settings.orchestrator.model_copy(update={"retry": longest_s, "timeout": None})
     placed = settings.model_copy(update={"target": target, "draft": draft, "orchestrator": patience})
     reach = remote_workers(placed, note, replicas=others, waits_when_full=False, security=security)
     async with reach as workers:

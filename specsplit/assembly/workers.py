@@ -131,6 +131,7 @@ class Workers:
         return self._orchestrators[speculation].with_retry_policy(
             RetryPolicy(
                 retry_s=settings.retry,
+                timeout_s=settings.timeout,
                 draft_s=draft_s,
                 can_be_silent=not self.placement.is_on_loop,
                 waits_when_full=self.placement.waits_when_full,

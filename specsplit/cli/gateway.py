@@ -20,6 +20,14 @@ from specsplit.engine import event_loop
 if TYPE_CHECKING:
     from specsplit.assembly.gateway import RunningGateway
     from specsplit.core.sections import GatewaySettings
+    from specsplit.core.settings import EffectiveSettings
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_OF_REQUESTS = (
+    *("max_new_tokens", *_SAMPLING, "logit_bias", "logprobs", "seed", "stop", "ignore_eos"),
+    *("chat", "chat_template_kwargs", "priority"),
+)
+"""Settings of the orchestrator that are values of a request: a gateway takes them from its clients alone."""
 
 
 def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
@@ -40,6 +48,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     set_up_logging(settings.gateway, "gateway")
     chosen = settings.gateway
     check_ports(http=chosen.http, lmtp=chosen.lmtp, health=chosen.health, metrics=chosen.metrics)
+    note_unused(effective)
     arguments = worker_arguments(given, chosen)
 
     def opening() -> AbstractAsyncContextManager[RunningGateway]:
@@ -47,6 +56,15 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
 
     with tracing(given, "gateway"):
         return event_loop.run(serve_until_signal(opening, _describe, settings.gateway.drain))
+
+
+def note_unused(effective: EffectiveSettings) -> None:
+    """Say which values of a request the settings have, since no gateway uses them."""
+    # No error: one settings file, or the environment of one container, may be for other commands as well.
+    keys = [f"orchestrator.{name}" for name in _OF_REQUESTS]
+    unused = [origin.name for key in keys if (origin := effective.origins.get(key)) is not None]
+    if unused:
+        note(f"Not used by a gateway, whose clients say it in each request: {', '.join(unused)}.")
 
 
 def worker_arguments(given: Mapping[str, Any], settings: GatewaySettings) -> list[str]:

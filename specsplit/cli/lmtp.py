@@ -8,7 +8,7 @@ from typing import Any
 
 from specsplit.assembly.generation_settings import generation_settings
 from specsplit.assembly.models import check_models
-from specsplit.cli.gateway import gateway_extra, worker_arguments
+from specsplit.cli.gateway import gateway_extra, note_unused, worker_arguments
 from specsplit.cli.logs import note, set_up_logging
 from specsplit.cli.serve import NOT_SETTINGS
 from specsplit.cli.spared import spare
@@ -41,6 +41,7 @@ def run(given: Mapping[str, Any], *, owns_process: bool = False) -> int:
     unused = [origin.name for key in _FOR_SERVE if (origin := effective.origins.get(key)) is not None]
     if unused:
         note(f"Not used by lmtp, which opens no port and ends with its client: {', '.join(unused)}.")
+    note_unused(effective)
     arguments = worker_arguments(given, settings.gateway)
 
     async def serve() -> None:

@@ -41,9 +41,9 @@ async def finish(workers: Workers, **settings: object) -> None:
 async def test_times_of_a_request_are_its_own_and_nothing_is_kept_for_them() -> None:
     workers = Workers(FakeTarget(), None, FakeTokenizer(), Placement(is_remote=True))
     for number in range(20):
-        times = {"retry": 5 + number / 100, "draft_patience": 1 + number}
+        times = {"retry": 5 + number / 100, "draft_patience": 1 + number, "timeout": 60 + number}
         policy = workers.orchestrator(PLAIN.model_copy(update=times)).retry_policy
-        assert (policy.retry_s, policy.draft_s) == tuple(times.values())
+        assert (policy.retry_s, policy.draft_s, policy.timeout_s) == tuple(times.values())
         await finish(workers, **times)
     gc.collect()
     assert sum(type(each) is Orchestrator and each.tokenizer is workers.tokenizer for each in gc.get_objects()) == 1
