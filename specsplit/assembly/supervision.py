@@ -41,7 +41,7 @@ async def local_processes(
     `arguments` are given to each of them.
 
     Raises:
-        InvalidSettings: a target started here would need certificates, for its stages.
+        InvalidSettings: a target started here would need certificates, for its stages; or one finds its settings wrong.
         WorkerFailed: one ended before it served, and what it said last.
     """
     target, draft = settings.target.model, settings.draft_source

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
-from specsplit.core.errors import ResourceError, SpecSplitError, WorkerFailed
+from specsplit.core.errors import InvalidSettings, ResourceError, SpecSplitError, UsageError, WorkerFailed
 from specsplit.core.types import Note
 from specsplit.model.child_python import python_command, python_environment
 from specsplit.rpc.child_log import FAILED, json_fields, pass_on
@@ -62,6 +62,7 @@ class LocalProcess:
 
         Raises:
             WorkerFailed: it ended or hung before it served, and what it said last; or it said something else.
+            InvalidSettings: it ended so since its settings are wrong.
             ResourceError: it cannot be started.
         """
         try:
@@ -94,7 +95,9 @@ class LocalProcess:
             await self._forwarding
             stalled = "" if stalling.cancelled() else stalling.result()
             reason = stalled or self._said.removeprefix("Error: ") or f"{_ending(code)}."
-            raise WorkerFailed(f"{self._name} ended before it served: {reason}")
+            # Its exit code says that settings are wrong, and they are ours, handed on.
+            kind = InvalidSettings if code == UsageError.exit_code else WorkerFailed
+            raise kind(f"{self._name} ended before it served: {reason}")
         address = _address_in(line)
         if address is None:
             with contextlib.suppress(ProcessLookupError):

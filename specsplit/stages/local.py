@@ -41,6 +41,7 @@ def local_stages(
 
     Raises:
         WorkerFailed: one ended before it served, and what it said last; or it said something else than that it serves.
+        InvalidSettings: one ended so since its settings are wrong.
         ResourceError: no process can be started.
     """
     wait = partial(_wait_hung, step_timeout_s=step_timeout_s)

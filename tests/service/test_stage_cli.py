@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specsplit.cli.main import main
-from specsplit.core.errors import WorkerFailed
+from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import StageSettings
 from specsplit.stages.local import local_stages
 from specsplit.stages.wire.peer import StagePeer
@@ -93,7 +93,7 @@ async def test_a_local_stage_that_dies_is_started_again_at_its_address():
 
 @pytest.mark.slow
 async def test_a_local_stage_that_cannot_start_says_why_in_its_own_words():
-    with pytest.raises(WorkerFailed) as caught:
+    with pytest.raises(InvalidSettings) as caught:
         async with local_stages(["5:15"], ("--model", "embedded")):
             pass
     assert str(caught.value).startswith("Stage 0 (layers 5:15) ended before it served: embedded has 12 layers")

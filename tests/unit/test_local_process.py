@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specsplit.core.errors import WorkerFailed
+from specsplit.core.errors import InvalidSettings, SpecSplitError, WorkerFailed
 from specsplit.rpc import hang, local_process
 from specsplit.rpc.local_process import LocalProcess, running
 
@@ -50,6 +50,17 @@ async def test_one_that_hangs_while_it_loads_is_ended(
             await process.start()
     await process.aclose()
     assert any("The target is still loading" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, WorkerFailed), (2, InvalidSettings)])
+async def test_one_that_finds_its_settings_wrong_says_so(
+    code: int, kind: type[SpecSplitError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_instead(f"import sys; sys.stderr.write('Error: It is wrong.'); sys.exit({code})", monkeypatch)
+    process = LocalProcess("The target", ())
+    with pytest.raises(kind, match=r"^The target ended before it served: It is wrong\.$"):
+        await process.start()
+    await process.aclose()
 
 
 async def test_one_that_hangs_when_it_is_started_again_is_replaced(
