@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from itertools import combinations
 
@@ -11,7 +10,7 @@ from specsplit.core.sections import StageSettings, TargetSettings, WorkerSetting
 from specsplit.engine import event_loop
 from specsplit.rpc.credentials import Security
 from specsplit.rpc.listening import check_free
-from specsplit.rpc.transport import parse_address
+from specsplit.rpc.transport import is_wildcard, parse_address
 
 
 def check_links(settings: WorkerSettings | StageSettings, security: Security) -> None:
@@ -49,15 +48,8 @@ def check_distinct(addresses: Mapping[str, str | None]) -> None:
             continue
         if host == other_host:
             raise InvalidSettings(f"--{first} and --{second} name the same address {one}; change one of them.")
-        if _is_wildcard(host) or _is_wildcard(other_host):
+        if is_wildcard(host) or is_wildcard(other_host):
             raise InvalidSettings(
                 f"--{first} {one} and --{second} {other} collide, since one is every address of this machine; "
                 "change a port."
             )
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # a name
-        return False

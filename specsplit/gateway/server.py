@@ -23,6 +23,7 @@ from specsplit.core.errors import InvalidSettings
 from specsplit.gateway.hosts import listening_at
 from specsplit.gateway.lmtp.protocol import LastWordProtocol
 from specsplit.limits import HEADERS_S, KEEP_ALIVE_S, MAX_FRAME_BYTES, MAX_HEAD_BYTES, SEND_S
+from specsplit.rpc.listening import listener_at
 from specsplit.telemetry.session_log import log_request
 
 PING_S = 20.0
@@ -288,9 +289,7 @@ def _is_of_use(line: logging.LogRecord) -> bool:
 
 def _listen(host: str, port: int, option: str) -> socket.socket:
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
-        )
+        return listener_at(host, port)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InvalidSettings(f"Nothing can listen at {host}:{port} ({reason}); choose another {option}.") from error

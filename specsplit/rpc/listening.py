@@ -1,4 +1,4 @@
-"""Whether something can listen at an address, found out before it begins: gRPC says why not on stderr only."""
+"""Sockets that listen, and whether one can, found out before it begins: gRPC says why not on stderr only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import socket
 
 from specsplit.core.errors import InvalidSettings
-from specsplit.rpc.transport import format_address
+from specsplit.rpc.transport import format_address, is_wildcard
+
+_BACKLOG = 1024
 
 
 async def check_free(host: str, port: int) -> None:
@@ -29,9 +31,9 @@ async def check_free(host: str, port: int) -> None:
         try:
             with socket.socket(family, kind, protocol) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                # Otherwise a socket for all IPv6 addresses would also collide with one for IPv4.
+                # `::` listens for IPv4 as well: there, and there alone, a socket for IPv4 is in the way.
                 if family == socket.AF_INET6:
-                    trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_wildcard(host))
                 trial.bind(bind_to)
                 trial.listen(1)
         except OSError as failure:
@@ -42,3 +44,19 @@ async def check_free(host: str, port: int) -> None:
     if len(failures) == len(found):
         reason = os.strerror(failures[0].errno or errno.EADDRNOTAVAIL).lower()
         raise InvalidSettings(f"Nothing can listen at {address} ({reason}); choose an address of this machine.")
+
+
+def listener_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at a host of IPv4, or at an address of IPv6; `::` takes connections of both.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    is_ipv6 = ":" in host
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+        backlog=_BACKLOG,
+        # As gRPC does, so that `[::]` means the same for every port.
+        dualstack_ipv6=is_ipv6 and is_wildcard(host) and socket.has_dualstack_ipv6(),
+    )

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from specsplit.limits import MAX_SCRAPE_BYTES, MAX_SCRAPES, SCRAPE_S
-from specsplit.rpc.listening import check_free
+from specsplit.rpc.listening import check_free, listener_at
 from specsplit.rpc.transport import format_address, parse_address
 
 PATH = "/metrics"
@@ -37,7 +37,11 @@ async def metrics_port(listen: str, page: Callable[[], bytes]) -> AsyncGenerator
         connections.add(task)
         task.add_done_callback(connections.discard)
 
-    server = await asyncio.start_server(begin, host, port, limit=MAX_SCRAPE_BYTES)
+    # A name may have several addresses, which asyncio looks up; it would leave IPv4 out at `::`.
+    if ":" in host:
+        server = await asyncio.start_server(begin, sock=listener_at(host, port), limit=MAX_SCRAPE_BYTES)
+    else:
+        server = await asyncio.start_server(begin, host, port, limit=MAX_SCRAPE_BYTES)
     try:
         yield format_address(host, server.sockets[0].getsockname()[1])
     finally:

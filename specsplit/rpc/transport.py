@@ -142,6 +142,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_wildcard(host: str) -> bool:
+    """Return whether a host is every address of this machine: 0.0.0.0 or ::, however it is written."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def _ip_version(host: str) -> int | None:
     try:
         return ipaddress.ip_address(host).version
