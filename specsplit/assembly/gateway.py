@@ -135,6 +135,8 @@ async def serving_models(
     """
     chosen, links = settings.gateway, worker_links(settings)
     security = open_security(chosen, "gateway")
+    for address in filter(None, (address for link in links for address in (*link.targets, link.draft))):
+        security.check_dial(address)  # before a draft is loaded here for minutes
     if note is not None and (lack := no_draft_note(settings)) is not None:
         note(lack)
     async with AsyncExitStack() as stack:

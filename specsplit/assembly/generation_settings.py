@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specsplit.assembly.draft_beside import beside, refuse_options_of_no_draft
+from specsplit.assembly.named_settings import check_insecure, check_memory
 from specsplit.core.defaults import EMBEDDED
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.settings import EffectiveSettings, Settings, load_settings
@@ -33,6 +34,10 @@ def generation_settings(
         refuse_options_of_no_draft(effective)
     if purpose == "generate":
         _refuse_stages(effective)
+    if purpose == "gateway":
+        check_insecure(effective, "gateway")
+    if purpose != "check":  # which goes on behind a wrong setting
+        check_memory(effective, "target", "draft")
     return effective
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specsplit.assembly.draft_beside import with_draft
 from specsplit.assembly.models import load_worker, load_worker_pair, not_recorded, short_of_rows
+from specsplit.assembly.named_settings import check_insecure, check_memory
 from specsplit.assembly.serving import serving
 from specsplit.cli import render
 from specsplit.cli.help import INTERRUPTED
@@ -77,6 +78,8 @@ def run(role: Role, given: Mapping[str, Any]) -> int:
         print_config(effective, as_json=False, roles=(role, "draft") if has_draft else (role,))
         return 0
     set_up_logging(settings, role)
+    check_memory(effective, role, *(("draft",) if has_draft else ()))
+    check_insecure(effective, role)
     check_service(settings, role)
     with tracing(given, role):
         if isinstance(settings, TargetSettings) and settings.is_cut:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from specsplit.assembly.named_settings import check_insecure, check_memory
 from specsplit.cli.logs import set_up_logging
 from specsplit.cli.print_config import print_config
 from specsplit.cli.serve import (
@@ -38,6 +39,8 @@ def run(given: Mapping[str, Any]) -> int:
     if settings.layers is None:
         raise InvalidSettings("A stage needs to know its layers: name them with --layers A:B, such as --layers 0:12.")
     check_source(settings.model, "target")
+    check_memory(effective, "stage")
+    check_insecure(effective, "stage")
     check_service(settings, "stage")
     with tracing(given, "stage"):
         # Loading takes minutes, so Ctrl-C and SIGTERM have to end it, too.

@@ -7,15 +7,15 @@ import re
 from specsplit.core.errors import InvalidSettings
 
 _UNITS = "KMGT"
-_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT])(i?)B", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT])(iB?|B)", re.IGNORECASE)
 _FRACTION = re.compile(r"0?\.[0-9]{1,6}|1(?:\.0{1,6})?")
 
 MemorySize = int | float
 """Bytes as an int, or as a float a fraction of the free memory."""
 
 
-def parse_memory(text: str | None, name: str = "--kv-memory") -> MemorySize | None:
-    """Return the size that `text` names, such as 8GiB (binary), 8GB (decimal) or 0.85; None for None.
+def parse_memory(text: str | None, name: str = "kv_memory") -> MemorySize | None:
+    """Return the size that `text` names, such as 8GiB or 8Gi (binary), 8GB (decimal) or 0.85; None for None.
 
     `name` is what the user calls the setting.
 
@@ -31,7 +31,7 @@ def parse_memory(text: str | None, name: str = "--kv-memory") -> MemorySize | No
 
 
 def parse_size(text: str, name: str) -> int:
-    """Return the bytes that `text` names, such as 24GiB (binary) or 24GB (decimal).
+    """Return the bytes that `text` names, such as 24GiB or 24Gi (binary) or 24GB (decimal).
 
     `name` is what the user calls the setting.
 
@@ -44,7 +44,8 @@ def parse_size(text: str, name: str) -> int:
 def _num_bytes(text: str, rule: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is not None:
-        num_bytes = int(float(found[1]) * (1024 if found[3] else 1000) ** (_UNITS.index(found[2].upper()) + 1))
+        base = 1000 if found[3].upper() == "B" else 1024  # Kubernetes leaves out the B of GiB
+        num_bytes = int(float(found[1]) * base ** (_UNITS.index(found[2].upper()) + 1))
         if num_bytes:
             return num_bytes
     raise InvalidSettings(f"{rule}, not {text or 'empty'}.")

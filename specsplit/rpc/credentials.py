@@ -201,7 +201,9 @@ def open_security(settings: LinkSettings, role: LinkRole | None) -> Security:
     if len(paths) < len(named):
         raise InvalidSettings("Name all of --tls-cert, --tls-key and --tls-ca, or none of them.")
     if settings.insecure:
-        raise InvalidSettings("--insecure is for links without certificates; leave it or the --tls options out.")
+        raise InvalidSettings(
+            "Links are insecure or have certificates: leave out insecure (--insecure), or tls_cert, tls_key and tls_ca."
+        )
     return Security(Certificates(CertificateFiles(*paths), role))
 
 

@@ -82,7 +82,7 @@ def test_what_a_draft_beside_a_target_cannot_be_is_refused(options: list[str], s
     ("variables", "sentence"),
     [
         ({"TARGET_DRAFT_MODEL": "/nowhere/draft"}, "/nowhere/draft"),
-        ({"TARGET_DRAFT_MODEL": "embedded", "DRAFT_KV_MEMORY": "much"}, "--kv-memory must be a size"),
+        ({"TARGET_DRAFT_MODEL": "embedded", "DRAFT_KV_MEMORY": "much"}, "SPECSPLIT_DRAFT_KV_MEMORY must be a size"),
         (
             {"TARGET_DRAFT_MODEL": "embedded", "DRAFT_DEVICE": "cuda"},
             "a draft on the target's device: start one on cuda",

@@ -169,7 +169,7 @@ def test_plaintext_off_loopback_is_refused_at_the_start_with_the_remedy(argument
 
 def test_certificates_and_insecure_and_another_role_are_refused(certs: Path, tmp_path: Path):
     code, _, err = run("target", *options(certs, "target"), "--insecure")
-    assert (code, "leave it or the --tls options out" in err) == (2, True)
+    assert (code, "--insecure is for links without certificates, and --tls-cert names one" in err) == (2, True)
     code, _, err = run("target", *options(certs, "draft"))
     assert (code, "is one of a draft; a target needs the URI spiffe://specsplit/target" in err) == (2, True)
     variables = {f"SPECSPLIT_TARGET_TLS_{part.upper()}": f"{tmp_path}/{part}" for part in ("cert", "key", "ca")}

@@ -56,6 +56,9 @@ def test_a_size_of_a_cache_may_be_a_fraction(text: str | None, size: float | Non
     [
         ("8GiB", 8 << 30),
         ("8GB", 8 * 10**9),
+        ("8Gi", 8 << 30),
+        ("512Mi", 512 << 20),
+        ("1.5 ki", 1536),
         ("512MiB", 512 << 20),
         ("1.5 kib", 1536),
         ("1.5 kb", 1500),
@@ -68,10 +71,10 @@ def test_sizes_are_binary_with_an_i_and_decimal_without(text: str, num_bytes: in
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8", "8 apples", "0", "0.0", "0GiB", "-1GiB", "1.5", "nan", "1e9KiB", "GiB", "8GiB8GiB"]
+    "text", ["", "8", "8 apples", "0", "0.0", "0GiB", "-1GiB", "1.5", "nan", "1e9KiB", "GiB", "8GiB8GiB", "8G", "8i"]
 )
 def test_what_is_no_size_is_refused(text: str):
-    with pytest.raises(InvalidSettings, match=r"^--kv-memory must be a size such as 8GiB or 8GB, or a fraction"):
+    with pytest.raises(InvalidSettings, match=r"^kv_memory must be a size such as 8GiB or 8GB, or a fraction"):
         parse_memory(text)
     with pytest.raises(InvalidSettings, match=f"^--memory must be a size such as 24GiB or 24GB, not {text or 'empty'}"):
         parse_size(text, "--memory")
