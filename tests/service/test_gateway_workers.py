@@ -140,7 +140,7 @@ def test_targets_that_are_no_replicas_are_one_sentence(workers: list[WorkerProce
     other = WorkerProcess("target", tmp_path, "--context", "128")
     try:
         targets = [part for each in (workers[1], other) for part in ("--target", f"code={each.address}")]
-        started = GatewayProcess(tmp_path, *targets)
+        started = GatewayProcess(tmp_path, *targets, "--mode", "plain")
         assert started.process.wait(120) == 1
         assert "is no replica of the others" in started.stderr
         assert len(started.stderr.strip().splitlines()) == 1
