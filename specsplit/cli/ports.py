@@ -1,16 +1,19 @@
-"""Checks of the addresses of a service, before a model is loaded for it. The doctor makes the same ones."""
+"""Checks of the addresses of a service, before a model is loaded for it, and the doctor's. Imports no grpc."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.sections import StageSettings, TargetSettings, WorkerSettings
 from specsplit.engine import event_loop
-from specsplit.rpc.credentials import Security
 from specsplit.rpc.listening import check_free
 from specsplit.rpc.transport import is_wildcard, parse_address
+
+if TYPE_CHECKING:
+    from specsplit.rpc.credentials import Security
 
 
 def check_links(settings: WorkerSettings | StageSettings, security: Security) -> None:

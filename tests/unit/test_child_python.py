@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specsplit.core.errors import WorkerFailed
+from specsplit.core.errors import InvalidSettings
 from specsplit.model.limited_process import LimitedProcess, Refused
 from specsplit.rpc.local_process import LocalProcess
 
@@ -39,7 +39,7 @@ def test_the_tokenizers_process_runs_no_file_of_the_current_folder(folder: Path)
 
 async def test_a_worker_started_here_runs_no_file_of_the_current_folder(folder: Path) -> None:
     process = LocalProcess("The draft", ("no-such-command",))
-    with pytest.raises(WorkerFailed, match="No such command"):
+    with pytest.raises(InvalidSettings, match="No such command"):
         await process.start()
     await process.aclose()
     assert not (folder / "was_run").exists()
