@@ -38,6 +38,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def not_supported(name: str, ours: str | None = None) -> ApiError:
+    """Return the refusal of a field; `ours` is our name for what it asks for, if there is one."""
     said = f"{name} is not supported by this server{f'; here it is {ours}' if ours else ''}."
     return ApiError(400, said, param=name, code="unsupported")
 

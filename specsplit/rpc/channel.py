@@ -47,7 +47,8 @@ class WorkerChannel:
         self.on_renamed: Callable[[], None] = lambda: None
         """Called when calls begin under another identity than those before, which go on under theirs."""
         self._channel: grpc.aio.Channel | None = None
-        self._version, self._identity = 0, ""
+        self._shown = 0, ""
+        """Version and identity of the certificate that the channel was made with."""
         self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         """Channels from before a rotation, each with the task that closes it when its calls have ended."""
         self._methods: dict[str, Any] = {}
@@ -125,14 +126,14 @@ class WorkerChannel:
         if self._is_closed:
             raise self.closed()
         version = self._security.version(self._address)
-        if self._channel is not None and version != self._version:
+        if self._channel is not None and version != self._shown[0]:
             self._retire(self._channel)
             self._channel = None
         if self._channel is None:
             # Asked before the channel is made: a rotation in between then counts as a change the next time.
-            before, self._identity = self._identity, self._security.identity(self._address)
-            self._channel, self._version = self._open(), version
-            if before not in ("", self._identity):
+            (_, before), identity = self._shown, self._security.identity(self._address)
+            self._channel, self._shown = self._open(), (version, identity)
+            if before not in ("", identity):
                 self.on_renamed()
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, arity)(name)

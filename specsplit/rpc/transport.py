@@ -17,7 +17,7 @@ KEEPALIVE_TIMEOUT_MS = 1000
 _WINDOW_BYTES = 128 << 10
 """Most bytes of a stream of messages that may be on the way: a ping waits behind them."""
 _SLOWEST_BYTES_PER_MS = 64
-"""What the slowest link moves, half a megabit a second."""
+"""Half a megabit a second, the slowest link on which large messages arrive."""
 
 _PING_TIMEOUT = "grpc.http2.ping_timeout_ms"
 _BOTH_ENDS: list[tuple[str, int]] = [
