@@ -33,7 +33,7 @@ _BOTH_ENDS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-_CLIENT_OPTIONS: list[tuple[str, int]] = [
+CLIENT_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     # This is also the time that one attempt to connect may take.
@@ -46,7 +46,7 @@ _CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-_SERVER_OPTIONS: list[tuple[str, int]] = [
+SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     # A port in use is refused, not shared.
@@ -59,8 +59,9 @@ def client_options(message_bytes: int = 0) -> list[tuple[str, int]]:
 
     All of one message is on the way at once, whatever the window.
     """
-    timeout_ms = KEEPALIVE_TIMEOUT_MS + message_bytes // _SLOWEST_BYTES_PER_MS
-    return [*(dict(_CLIENT_OPTIONS) | {_PING_TIMEOUT: timeout_ms}).items()]
+    options = dict(CLIENT_OPTIONS)
+    options[_PING_TIMEOUT] += message_bytes // _SLOWEST_BYTES_PER_MS
+    return [*options.items()]
 
 
 def server_options(
@@ -72,7 +73,7 @@ def server_options(
         # Per connection; further calls wait at the client.
         "grpc.max_concurrent_streams": max_streams,
     }
-    return [*(dict(_SERVER_OPTIONS) | limits).items()]
+    return [*(dict(SERVER_OPTIONS) | limits).items()]
 
 
 def largest_request(context: int, vocab_size: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from specsplit.rpc import local_process
 from specsplit.rpc.local_process import LocalProcess
 from tests.support.gateways import GatewayProcess
 from tests.support.processes import run
+from tests.support.root_log import root_log
 from tests.support.rpc_servers import wait_until
 
 JSON = ("--log-format", "json")
@@ -33,15 +33,10 @@ if sys.argv[2] == "serves":
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """Give what this process logs in JSON; the loggers are as before afterwards."""
-    stream, root, package = io.StringIO(), logging.getLogger(), logging.getLogger("specsplit")
-    before = root.handlers[:], package.level
-    root.handlers = [logging.StreamHandler(stream)]
-    logs.set_up_logging(TargetSettings(log_format="json"), "gateway")
-    yield stream
-    logging.captureWarnings(capture=False)
-    root.handlers = before[0]
-    package.setLevel(before[1])
+    """Give what this process logs in JSON."""
+    with root_log() as stream:
+        logs.set_up_logging(TargetSettings(log_format="json"), "gateway")
+        yield stream
 
 
 def worker_that_writes(monkeypatch: pytest.MonkeyPatch, *texts: str, serves: bool = True) -> LocalProcess:

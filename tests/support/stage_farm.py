@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.loader import LoadedModel
-from specsplit.rpc import credentials, transport
+from specsplit.rpc import transport
 from specsplit.stages.chain.remote_kv import RemoteSlot
 from specsplit.stages.packet import Packet
 from specsplit.stages.shard.loader import LoadedShard
@@ -45,7 +45,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     def patiently(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
         return [(name, 60_000 if name.endswith(waits) else value) for name, value in options]
 
-    monkeypatch.setattr(credentials, "CLIENT_OPTIONS", patiently(transport.CLIENT_OPTIONS))
+    monkeypatch.setattr(transport, "CLIENT_OPTIONS", patiently(transport.CLIENT_OPTIONS))
     monkeypatch.setattr(transport, "SERVER_OPTIONS", patiently(transport.SERVER_OPTIONS))
     monkeypatch.setattr("specsplit.stages.wire.next_stage.OPEN_S", 60.0)
     monkeypatch.setattr("specsplit.stages.wire.peer.CALL_S", 60.0)

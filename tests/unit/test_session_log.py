@@ -23,24 +23,19 @@ from specsplit.target.engine import TargetEngine
 from specsplit.telemetry import spans
 from specsplit.telemetry.session_log import following, log_session, session_id
 from specsplit.telemetry.spans import Span
+from tests.support.root_log import GRPC, root_log
 from tests.support.rounds import script
 from tests.support.small_target import PARAMS, PROMPT, whole
 from tests.unit.test_sessions import HandClock
 
 KEY = "0123456789abcdef" * 2
-GRPC = "grpc._cython.cygrpc"
 
 
 @pytest.fixture
 def root() -> Iterator[io.StringIO]:
-    """Give what a process logs to stderr; the loggers are as before afterwards."""
-    stream, root, package = io.StringIO(), logging.getLogger(), logging.getLogger("specsplit")
-    before = root.handlers[:], root.level, package.level
-    root.handlers = [logging.StreamHandler(stream)]
-    yield stream
-    root.handlers, root.level = before[0], before[1]
-    logging.getLogger(GRPC).filters.clear()
-    package.setLevel(before[2])
+    """Give what a process logs to stderr."""
+    with root_log() as stream:
+        yield stream
 
 
 def test_a_line_of_json_has_the_ids_and_no_key(root: io.StringIO) -> None:
