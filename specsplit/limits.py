@@ -54,7 +54,7 @@ MAX_STREAM_NODES = 1024
 """Nodes below the text's end that a streaming target holds at most; it drops the rest, and nobody sends them again."""
 
 # Waiting.
-OPEN_S = 2.0
+OPEN_S = 20.0
 """Longest time from the beginning of a stream to its first message."""
 SILENCE_S = 5.0
 """A client that acknowledges nothing for so long loses its slot as soon as somebody waits for one."""

@@ -39,6 +39,8 @@ def _obey_signals(*, is_service: bool) -> None:
         # Nothing has begun that wants an end in order, and an exception could be lost in a destructor.
         os._exit(0 if is_service else 128 + number)
 
+    if not is_service and os.getpid() != 1:
+        return  # the kernel's own way ends it even in the middle of a call
     for number in (signal.SIGTERM, signal.SIGHUP) if is_service else (signal.SIGTERM,):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)

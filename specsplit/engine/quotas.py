@@ -112,11 +112,9 @@ class CallerQuotas:
         self._rate.take(spending.caller, spending.num_tokens)
         try:
             yield
-        except (NoFreeSlot, SessionError, WaitedInVain, asyncio.CancelledError) as error:
-            is_cancelled = isinstance(error, asyncio.CancelledError)
-            # One that is cancelled while it waits for a slot never had a session.
-            was_worked_on = is_cancelled and (not spending.session or self._params_of(spending.session) is not None)
-            if not (spending.has_committed or was_worked_on):
+        except (NoFreeSlot, SessionError, WaitedInVain):
+            # Not if it is cancelled: nobody could tell here whether it was only waiting, or was computed.
+            if not spending.has_committed:
                 self._rate.take(spending.caller, -spending.num_tokens)
                 self._replays.grant(spending.session, spending.replay)
             raise

@@ -71,6 +71,7 @@ def _variables(value: object) -> object:
 
 
 def none_is_empty(value: object) -> object:
+    """Return an object that may be left out as null."""
     return {} if value is None else value
 
 

@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.paths import expanded
@@ -64,6 +65,8 @@ class KeyFile(KeyRing):
         self._path = path
         self._stamp = _stamp(path)
         """The stamp of the content in use."""
+        self._changed: _Stamp | str | None = None
+        """The stamp of the last change that was seen."""
         self._failure: tuple[object, str] | None = None
         """Stamp and error of the content that could last not be used, which are logged once."""
         super().__init__(_names_in(path))
@@ -91,6 +94,9 @@ class KeyFile(KeyRing):
         if stamp is None or stamp == self._stamp:
             self._failure = None
             return
+        before, self._changed = self._changed, stamp
+        if before != stamp and _is_being_written(stamp, self._stamp):
+            return
         try:
             self._names = _names_in(self._path)
         except InvalidSettings as error:
@@ -103,13 +109,27 @@ class KeyFile(KeyRing):
         self.warn_if_empty()
 
 
-def _stamp(path: Path) -> object:
+class _Stamp(NamedTuple):
+    """Facts of a file that change with its content."""
+
+    written_s: float
+    inode: int
+    size: int
+
+
+def _stamp(path: Path) -> _Stamp | str | None:
     """Return a value that changes with a file; None for a pipe, which has its content only once."""
     try:
         found = expanded(path).stat()
     except OSError as error:
         return str(error)
-    return (found.st_mtime_ns, found.st_ino, found.st_size) if stat.S_ISREG(found.st_mode) else None
+    return _Stamp(found.st_mtime, found.st_ino, found.st_size) if stat.S_ISREG(found.st_mode) else None
+
+
+def _is_being_written(now: object, before: object) -> bool:
+    """Return whether a file may be half written: it is the one that it was, and was changed a moment ago."""
+    is_same = isinstance(now, _Stamp) and isinstance(before, _Stamp) and now.inode == before.inode
+    return is_same and time.time() - now.written_s < LOOK_S
 
 
 def _names_in(path: Path) -> dict[str, str]:

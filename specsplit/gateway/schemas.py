@@ -134,7 +134,7 @@ class Generation(Body):
 
     @classmethod
     def refuse_unsupported(cls, value: dict[str, Any]) -> None:
-        """Do so, but take `min_tokens` where nothing could end the answer sooner."""
+        """Refuse and drop as for every body, but take `min_tokens` where nothing could end the answer sooner."""
         if value.get("ignore_eos") is True and not value.get("stop") and not value.get("stop_token_ids"):
             value.pop("min_tokens", None)
         super().refuse_unsupported(value)
@@ -202,7 +202,7 @@ class CompletionBody(Generation):
 
     @classmethod
     def refuse_unsupported(cls, value: dict[str, Any]) -> None:
-        """Do so, but take `best_of` if it asks for as many candidates as answers."""
+        """Refuse and drop as for every answer, but take `best_of` if it asks for as many candidates as answers."""
         if "best_of" in value and value["best_of"] == value.get("n"):
             del value["best_of"]
         super().refuse_unsupported(value)
@@ -248,6 +248,8 @@ def check_ending(value: dict[str, Any]) -> None:
         ApiError: its two fields are both true or, if they are given, both false.
     """
     begins = value.get("add_generation_prompt")
+    if begins is not None and not isinstance(begins, bool):
+        raise ApiError(400, "add_generation_prompt must be true or false.", param="add_generation_prompt")
     if begins is not None and begins is bool(value.get("continue_final_message")):
         name = "add_generation_prompt"
         said = (
@@ -288,7 +290,7 @@ class ChatBody(Generation):
 
     @classmethod
     def refuse_unsupported(cls, value: dict[str, Any]) -> None:
-        """Do so, and see to it that the conversation has one ending."""
+        """Refuse and drop as for every answer, and a conversation without one ending."""
         check_ending(value)
         super().refuse_unsupported(value)
 

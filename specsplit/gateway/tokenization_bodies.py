@@ -30,7 +30,7 @@ class TokenizeBody(Body):
 
     @classmethod
     def refuse_unsupported(cls, value: dict[str, Any]) -> None:
-        """Do so for vLLM's, too, which adds special tokens to a prompt, but not to what a chat template made."""
+        """Refuse and drop as for every body; vLLM adds special tokens to a prompt, not to what a chat template made."""
         is_prompt = value.get("messages") is None
         if value.get("add_special_tokens", is_prompt) is not is_prompt:
             raise not_supported("add_special_tokens")

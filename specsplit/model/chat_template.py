@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from specsplit.core.ports import ChatMessage, Variables
+from specsplit.model.limited_process import Refused
 
 _MARK = "\ue000{}\ue001"
 """Private-use characters around a number that nobody can guess."""
 _MARKED = re.compile("(\ue000[0-9]+\ue001)")
 Encode = Callable[[str, bool], list[int]]
 """Returns the ids of a text without those that a text begins or ends with; if True, with no look for control tokens."""
-CONTINUES = "continue_final_message"
-"""The variable that has `Render` end with the last message's text."""
 Render = Callable[[Sequence[ChatMessage], Variables], str]
 """Returns a conversation in the template's words, up to where the assistant's next message begins."""
 
@@ -58,17 +57,28 @@ class ChatTemplate:
         """Return the ids of a conversation, up to where the assistant's next message begins; raises as its parts do.
 
         With `continues` they end where the text of the last message does.
+
+        Raises:
+            Refused: then, if the template shows the end of the last message elsewhere than once.
         `own_texts` are those among the variables that stand in the template as literals, such as what it compares with.
         """
         hidden = _HiddenTexts()
         shown = [self._shown_message(message, hidden) for message in messages]
+        end = hidden.mark("") if continues else ""
+        if continues:
+            # A template may trim a text or drop one that is blank, but not what nobody can guess.
+            shown[-1]["content"] += end
         given = dict(variables or {})
         for name, value in given.items():
             if isinstance(value, str) and (value not in own_texts or self._control.search(value)):
                 given[name] = self._hide_label(value, hidden)
         if continues:
-            given[CONTINUES] = True
+            given["add_generation_prompt"] = False
         text = self._render(shown, given)
+        if continues:
+            if text.count(end) != 1:
+                raise Refused("it changes the last message, so no answer can go on with it")
+            text = text[: text.index(end)]
         ids = self._ids_of(hidden, text)
         if (plain := hidden.with_edges(text)) != text:
             # Most edges, such as the > of a quotation, become no control token, and belong to the words beside them.

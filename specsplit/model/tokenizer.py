@@ -131,6 +131,10 @@ class TransformersTokenizer:
                 needs more time or memory with its value than it may.
             ModelDamaged: the template needs more than it may, and no variable has a value that may be why.
         """
+        if continues and (not messages or messages[-1]["role"] != "assistant"):
+            raise InvalidRequest(
+                "An answer goes on with a message of the assistant alone, and the last one is none.", param="messages"
+            )
         if not self._template:
             raise InvalidRequest(
                 "This model has no chat template: send the text as a plain prompt (without --chat, or to "

@@ -76,11 +76,9 @@ class Work:
         """Return a conversation in the words of a template, which comes with what it sees beside the messages."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        from specsplit.model.chat_template import CONTINUES
-
         # transformers' own environment: the sandbox, and the filters that templates are written for.
-        begins_message = not template.get(CONTINUES, False)
-        rendered: Any = render_jinja_template([cast("Any", messages)], add_generation_prompt=begins_message, **template)
+        given: dict[str, Any] = {"add_generation_prompt": True, **template}
+        rendered: Any = render_jinja_template([cast("Any", messages)], **given)
         text = str(rendered[0][0])
         if len(text) > MAX_RENDERED_TEXT:
             raise TooMuch

@@ -11,9 +11,10 @@ import asyncio
 import math
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from specsplit.core.errors import DeadlineExceeded, WorkerUnreachable
+from specsplit.core.errors import DeadlineExceeded, ResourceError, WorkerUnreachable
 from specsplit.core.progress import Progress, current_listener, listening
 from specsplit.core.types import ROOT, Identity, Proposal, SessionParams, TokenLogProb, Turn, Verdict, prefix_hash
 from specsplit.orchestrator.audit_counts import AuditCounts
@@ -221,4 +222,5 @@ class _Recomputing:
     async def close(self) -> None:
         """Free the slot; its rows stay for the next audit, unless a session needs them."""
         if self._round:
-            await self._auditor.verifier.close(self._key)
+            with suppress(ResourceError):  # the time limit of sessions frees it as well
+                await self._auditor.verifier.close(self._key)

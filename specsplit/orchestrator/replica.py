@@ -65,7 +65,7 @@ class Replica:
             del self.unfreed[next(iter(self.unfreed))]
 
     async def close_owed(self) -> None:
-        """End the sessions that ended while it was silent; one that is refused or takes too long is still owed."""
+        """End the sessions that ended while it was silent; one that a target refuses is still owed."""
         await asyncio.gather(*map(self._end, list(self.unfreed)), return_exceptions=True)
 
     async def _end(self, session: str) -> None:

@@ -242,10 +242,13 @@ class ReplicaSession:
         used, self._used = self._used | {self._replica}, set[Replica]()
         # Nobody waits for a replica that is silent, unless it is the last one that was asked.
         asked = [member for member in used if member.is_ready or member is self._replica]
+        closing = await asyncio.gather(*(member.verifier.close(session) for member in asked), return_exceptions=True)
+        failed = {member: error for member, error in zip(asked, closing, strict=True) if error is not None}
         for member in used:
-            if not member.is_ready:
+            if not member.is_ready or member in failed:
                 member.close_later(session)
-        await asyncio.gather(*(member.verifier.close(session) for member in asked))
+        for error in failed.values():
+            raise error
 
     def leave(self) -> None:
         """Count the session no more."""

@@ -23,6 +23,8 @@ _RETIRED_S = 7 * 86400.0
 """Time for which calls begun before a rotation may go on over the connection that they have."""
 _STATUS_S = 1.0
 """Time for the status of a call whose write has failed."""
+_closing = set[asyncio.Task[None]]()
+"""Channels that are being closed, which nobody waits for."""
 
 
 class WorkerChannel:
@@ -77,11 +79,10 @@ class WorkerChannel:
 
     def for_large(self, num_bytes: int) -> WorkerChannel:
         """Return a channel of its own for a message of so many bytes, whose pings may wait behind it on a slow link."""
+        self._renew()  # a large message may be the first that goes under another name
         return WorkerChannel(self._address, self._peer, self._role, self._security, num_bytes)
 
     async def _call_large(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        if self._is_closed:
-            raise self.closed()
         large = self.for_large(len(request))
         self._large.add(large)
         try:
@@ -122,7 +123,14 @@ class WorkerChannel:
             await large.aclose()
         self._methods.clear()
 
-    def _method(self, name: str, arity: str) -> Any:
+    def close_soon(self) -> None:
+        """Close the connection in a task of its own."""
+        closing = asyncio.create_task(self.aclose(), name="specsplit-channel-close")
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+
+    def _renew(self) -> None:
+        """Have a channel that shows the certificate of now."""
         if self._is_closed:
             raise self.closed()
         version = self._security.version(self._address)
@@ -135,6 +143,9 @@ class WorkerChannel:
             self._channel, self._shown = self._open(), (version, identity)
             if before not in ("", identity):
                 self.on_renamed()
+
+    def _method(self, name: str, arity: str) -> Any:
+        self._renew()
         if name not in self._methods:
             self._methods[name] = getattr(self._channel, arity)(name)
         return self._methods[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 PASSED_ON = "passed_on"
 """The attribute of a record with the fields of a line that another process has written."""
@@ -18,13 +18,17 @@ def json_fields(text: str) -> dict[str, Any] | None:
     if not text.startswith("{"):
         return None
     try:
-        fields = cast(object, json.loads(text))
+        fields = cast(object, json.loads(text, parse_constant=_refuse))
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict):
         return None
     fields = cast("dict[str, Any]", fields)
     return fields if isinstance(fields.get("message"), str) and isinstance(fields.get("level"), str) else None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def pass_on(name: str, fields: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from specsplit.core.errors import (
     InvalidRequest,
     LinkError,
     PeerMismatch,
-    ResourceError,
     SpecSplitError,
+    WorkerClosed,
     WorkerFailed,
 )
 from specsplit.core.types import (
@@ -117,7 +117,7 @@ class _RemoteWorker:
         """Free the session's slot, if the worker can be reached."""
         request = calls.encode_end_session(session)
         # Without this call the slot is freed as well, when the session's time to live is over.
-        with suppress(LinkError, ResourceError):
+        with suppress(LinkError, WorkerClosed):
             await self._call(
                 "EndSession", request, common_pb2.EndSessionResponse, min(CLOSE_TIMEOUT_S, self._call_timeout_s)
             )

@@ -196,7 +196,8 @@ class LocalProcess:
             self._said = text if fields is None else fields["message"]
             # Why it does not serve is said by the error that `start` raises.
             is_reason = text.startswith("Error: ") if fields is None else fields.get("event") == FAILED
-            if self._note is None or (is_reason and not self._serves):
+            is_said_twice = is_reason and not (fields or {}).get("exception")
+            if self._note is None or (is_said_twice and not self._serves):
                 continue
             if fields is None:
                 self._note(f"{self._name}: {text}")

@@ -145,8 +145,11 @@ class RemoteStream:
         self._vocab_size = vocab_size
         self._incoming: deque[bytes] = deque()
         self._wait = _Wait(timeout_s)
-        self._stream = DuplexStream(channel.duplex(_VERIFY_STREAM), self._take, "specsplit-verify-stream")
+        own = channel.for_large(len(opening)) if len(opening) > SMALL_BYTES else None
+        self._stream = DuplexStream((own or channel).duplex(_VERIFY_STREAM), self._take, "specsplit-verify-stream")
         self._stream.when_over(self._wait.end)
+        if own is not None:
+            self._stream.when_over(own.close_soon)
         self._stream.send(opening)
         self._listener = current_listener()
         self._has_commits = False

@@ -112,9 +112,8 @@ class RoundPlanner:
         if self._mode == "plain" or room < 1:
             return _STREAMED_PLAIN if self._is_streaming else _PLAIN
         plan = self._fixed
-        if (
-            self._stats.is_planning and self._num_rounds % DECIDE_EVERY == 0
-        ):  # until the next decision it changes little
+        # Until the next decision it changes little.
+        if self._stats.is_planning and self._num_rounds % DECIDE_EVERY == 0:
             self._stats.times.behind(num_committed)
         if self._mode == "auto":
             has_draft = has_draft and draft_room >= 1

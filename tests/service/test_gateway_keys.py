@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -82,6 +83,14 @@ async def test_a_file_is_looked_at_once_a_period(file: Path, monkeypatch: pytest
     async with gateway(file) as http:
         write(file)
         assert await status(http, ALICE) == 200
+
+
+async def test_a_file_that_is_being_written_changes_nothing_yet(file: Path) -> None:
+    async with gateway(file) as http:
+        write(file)
+        just_now_s = time.time() + 60.0  # any look comes within a period of it
+        os.utime(file, (just_now_s, just_now_s))
+        assert [await status(http, ALICE) for _ in range(2)] == [200, 401], "at the second look it is as at the first"
 
 
 async def test_a_file_in_disorder_leaves_the_keys_and_warns_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -128,4 +128,6 @@ def test_a_signal_is_obeyed_from_the_first_import_on(
     ended = subprocess.run(
         words, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", b"")
+    # Elsewhere than in a container the kernel ends a command, which a shell calls 143 as well.
+    wanted = code if prefix or not code else -number
+    assert (ended.returncode, ended.stdout, ended.stderr) == (wanted, b"", b"")

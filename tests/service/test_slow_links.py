@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
-from specsplit.core.types import Scores, TokenizerFiles, TokenLogProb
+from specsplit.core.types import Scores, StreamLimits, TokenizerFiles, TokenLogProb
 from specsplit.limits import SMALL_BYTES
 from specsplit.model.identity import files_hash
 from specsplit.rpc.clients import RemoteVerifier
@@ -67,6 +67,17 @@ async def test_a_long_prompt_arrives_and_the_rounds_beside_it_go_on() -> None:
         assert (await reading).length == len(ids)
         assert num_beside > 5
         assert proxy.num_connections == 2, "one of the long prompt's own"
+
+
+async def test_a_stream_begins_with_a_long_prompt() -> None:
+    ids = [5] * (10 * SMALL_BYTES)
+    async with far() as (verifier, proxy):
+        stream = verifier.open_stream(Script(ids).first(ids), StreamLimits(8, 8, 1))
+        commit = await stream.next_commit()
+        assert commit is not None
+        assert commit.length == len(ids)
+        await stream.close()
+        assert proxy.num_connections == 2
 
 
 async def test_a_text_behind_a_long_prompt_is_scored() -> None:

@@ -26,7 +26,7 @@ from specsplit.target.engine import TargetEngine
 from tests.contract.verifier_contract import without_tree
 from tests.support.hash_model import LetterTokenizer, hash_model, plain_tokens
 from tests.support.rounds import script
-from tests.support.rpc_servers import LOOPBACK, verifier_at, wait_until
+from tests.support.rpc_servers import LOOPBACK, verifier_at
 
 GRACE_S, TTL_S = 5.0, 60.0
 PARAMS = SessionParams(prompt_length=12, caller="busy")
@@ -170,27 +170,20 @@ async def test_a_replay_after_a_preemption_costs_no_tokens() -> None:
     await target.aclose()
 
 
-@pytest.mark.parametrize("end", ["late", "cancelled"])
-async def test_waiting_in_vain_costs_no_tokens(end: str) -> None:
-    async with served(1.0) as (verifier, engine, _):
+async def test_waiting_in_vain_costs_no_tokens() -> None:
+    async with served(1.0) as (verifier, _, _):
         other = turn_of(12, 0, 1, key="other", caller="other")
         await verified(verifier, other)
-        waiting = asyncio.create_task(verified(verifier, replace(turn_of(12, 0, 1), max_wait_s=0.3)))
-        await wait_until(lambda: engine.load.num_waiting == 1)
-        if end == "cancelled":
-            waiting.cancel()
-        with pytest.raises((DeadlineExceeded, asyncio.CancelledError)):
-            await waiting
-        await wait_until(lambda: engine.load.num_waiting == 0)
+        with pytest.raises(DeadlineExceeded):
+            await verified(verifier, replace(turn_of(12, 0, 1), max_wait_s=0.1))
         await verifier.close("other")
         await verified(verifier, turn_of(12, 0, 1))
 
 
-async def test_what_was_worked_on_costs_tokens_though_it_is_cancelled() -> None:
+async def test_what_is_cancelled_costs_tokens_though_its_session_is_gone() -> None:
     async with served(2.0) as (verifier, engine, _):
-        await verified(verifier, turn_of(12, 0, 1))
-        with pytest.raises(asyncio.CancelledError), engine.quotas.using(turn_of(24, 12, 2)):
-            raise asyncio.CancelledError
+        with pytest.raises(asyncio.CancelledError), engine.quotas.using(turn_of(24, 0, 1)):
+            raise asyncio.CancelledError  # as a client does that ended the session while its prompt was read
         with pytest.raises(Overloaded):
             await verified(verifier, turn_of(12, 0, 1, key="next"))
 

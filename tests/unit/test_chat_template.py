@@ -142,6 +142,31 @@ def test_an_answer_goes_on_with_the_last_message() -> None:
     assert num_controls(made, ids) == num_controls(made, begun) - 2, "nobody wrote one, and nothing ends or begins"
 
 
+@pytest.mark.parametrize("content", ["", " ", "Well, ", "\n\nso"])
+def test_an_answer_goes_on_with_what_is_blank_at_an_end(content: str) -> None:
+    made = _with_chatml(TOKENIZERS["embedded"](), CHATML)
+    tokenizer = TransformersTokenizer(made, ())
+    messages: list[ChatMessage] = [*users("hi"), {"role": "assistant", "content": content}]
+    text = tokenizer.decode(tokenizer.encode_messages(messages, continues=True), skip_special_tokens=False)
+    assert text.endswith(f"<|im_start|>assistant\n{content.lstrip()}")
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{% for m in messages %}{{ m['content'] }} {{ m['content'] }}{% endfor %}", "assistant"),
+        ("{{ messages[0]['content'] }}", "assistant"),
+        (CHATML, "user"),
+    ],
+    ids=["shown twice", "not shown", "of a user"],
+)
+def test_an_answer_goes_on_with_what_the_template_shows_at_the_end(template: str, role: str) -> None:
+    tokenizer = TransformersTokenizer(_with_chatml(TOKENIZERS["embedded"](), template), ())
+    messages: list[ChatMessage] = [*users("hi"), {"role": role, "content": "so"}]
+    with pytest.raises(InvalidRequest, match=r"goe?s? on with"):
+        tokenizer.encode_messages(messages, continues=True)
+
+
 def test_a_template_that_refuses_is_one_sentence() -> None:
     made = _with_chatml(byte_tokenizer(), "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match=r"refuses these messages \(roles must alternate\)\.$"):

@@ -143,6 +143,9 @@ def test_an_answer_begins_a_message_or_goes_on_with_the_last(schema: type[Body])
     for begins, continues in ((None, True), (False, True), (True, None), (True, False), (None, False)):
         ending = {"add_generation_prompt": begins, "continue_final_message": continues}
         validated(schema, {**fields, **ending})
+    for begins in (0, 1, "yes"):
+        with pytest.raises(ApiError, match="must be true or false"):
+            validated(schema, {**fields, "add_generation_prompt": begins})
     for begins, continues in ((True, True), (False, False), (False, None)):
         ending = {"add_generation_prompt": begins, "continue_final_message": continues}
         with pytest.raises(ApiError, match=r"^Either add_generation_prompt or continue_final_message must be true"):
