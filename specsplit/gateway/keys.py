@@ -128,8 +128,9 @@ def _stamp(path: Path) -> _Stamp | str | None:
 
 def _is_being_written(now: object, before: object) -> bool:
     """Return whether a file may be half written: it is the one that it was, and was changed a moment ago."""
-    is_same = isinstance(now, _Stamp) and isinstance(before, _Stamp) and now.inode == before.inode
-    return is_same and time.time() - now.written_s < LOOK_S
+    if not isinstance(now, _Stamp) or not isinstance(before, _Stamp):
+        return False
+    return now.inode == before.inode and time.time() - now.written_s < LOOK_S
 
 
 def _names_in(path: Path) -> dict[str, str]:
