@@ -99,6 +99,7 @@ def test_no_target_cut_into_stages_is_loaded_whole(
     assert generation_settings({"target": "a:1"}).settings.is_remote
 
 
-def test_the_gateway_says_that_there_is_no_draft(capfd: Capture) -> None:
+def test_the_gateway_says_that_there_is_no_draft(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSPLIT_ORCHESTRATOR_RETRY", "0")
     assert main(["serve", "--target", "127.0.0.1:9", "--retry", "0"]) == 1
     assert "No draft for this target: guessing from the text alone; name one with --draft.\n" in capfd.readouterr().err
