@@ -67,7 +67,7 @@ class Service(Protocol):
         ...
 
     def cut(self) -> None:
-        """Note that what is open now ends with the server, whose time to drain is over."""
+        """Note that what is open now ends with the server."""
         ...
 
     async def aclose(self) -> None:

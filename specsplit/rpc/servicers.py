@@ -145,7 +145,7 @@ class WorkerService(ABC):
 
     def _lose(self, sessions: Sequence[str]) -> None:
         """Let sessions whose client has vanished, or that a drain has cut, give their slots to others soon."""
-        reason = "the worker stops, and its time to drain is over" if self._is_cut else "its client has vanished"
+        reason = "the worker has stopped" if self._is_cut else "its client has vanished"
         for session in sessions:
             log_session("lost", session, reason=reason)
         if self._front is not None:

@@ -89,7 +89,7 @@ async def test_a_session_cut_by_a_drain_is_not_put_down_to_its_client(
         await asyncio.gather(running, return_exceptions=True)
     lost = [record.getMessage() for record in caplog.records if "lost session" in record.getMessage()]
     assert lost
-    assert all(line.endswith(": the worker stops, and its time to drain is over") for line in lost)
+    assert all(line.endswith(": the worker has stopped") for line in lost)
 
 
 async def test_a_session_whose_client_leaves_is_put_down_to_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from specsplit.core.errors import InvalidRequest, Overloaded, WorkerFailed
 from specsplit.core.types import SamplingParams
 from tests.support.openai_server import Habits, serving
 from tests.support.stage_processes import EMBEDDED_TARGET
+from tests.support.virtual_time import run_virtual
 
 TASKS = [Task(f"task-{number}", (1, 2), 2) for number in range(7)]
 LIMITS = Limits(ttft_s=1.0, itl_s=0.1)
@@ -95,11 +96,11 @@ async def test_a_request_that_fails_in_any_way_ends_no_other():
         assert sum(each.is_done for each in outcomes) == 6
 
 
-async def test_a_request_that_is_refused_to_the_last_has_failed():
+def test_a_request_that_is_refused_to_the_last_has_failed():
     async def send(task: Task) -> Sample:
         raise Overloaded("Full.", 0.0)
 
-    outcomes = await ClosedLoop(2).run(send, TASKS[:3])
+    outcomes = run_virtual(lambda: ClosedLoop(2).run(send, TASKS[:3]))
     found = figures.summarise([outcomes], LIMITS)
     assert (found["num_refused"], found["num_failed"], found["refused_share"]["median"]) == (3 * MAX_TRIES, 3, 1.0)
     assert found["errors"] == ["It was refused 100 times."]
