@@ -122,7 +122,8 @@ async def test_an_idle_executor_gives_back_what_its_work_freed() -> None:
     try:
         executor.submit(work, lambda: None)
         await wait_until(lambda: work.most > 0 and not work.has_work)
-        assert work.most - before > 12 * MUCH
+        # Twice what may stay: what earlier tests of a large process have freed holds a part of it in any case.
+        assert work.most - before > 8 * MUCH
         # Less would be too little to tell from what else the process takes meanwhile.
         await wait_until(lambda: resident_bytes() - before < 4 * MUCH)
     finally:
