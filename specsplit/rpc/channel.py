@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, NoReturn, cast
+from weakref import WeakSet
 
 import grpc
 
@@ -44,8 +45,8 @@ class WorkerChannel:
         self._address, self._peer, self._security = address, peer, security
         self._role: LinkRole = role
         self._message_bytes = message_bytes
-        self._large = set[WorkerChannel]()
-        """Those of large messages that are under way."""
+        self._large = WeakSet[WorkerChannel]()
+        """Those made for large messages."""
         self.on_renamed: Callable[[], None] = lambda: None
         """Called when calls begin under another identity than those before, which go on under theirs."""
         self._channel: grpc.aio.Channel | None = None
@@ -78,17 +79,20 @@ class WorkerChannel:
         return answer
 
     def for_large(self, num_bytes: int) -> WorkerChannel:
-        """Return a channel of its own for a message of so many bytes, whose pings may wait behind it on a slow link."""
+        """Return a channel of its own for a message of so many bytes, whose pings may wait behind it on a slow link.
+
+        Whoever asked closes it; it ends with this one at the latest.
+        """
         self._renew()  # a large message may be the first that goes under another name
-        return WorkerChannel(self._address, self._peer, self._role, self._security, num_bytes)
+        large = WorkerChannel(self._address, self._peer, self._role, self._security, num_bytes)
+        self._large.add(large)
+        return large
 
     async def _call_large(self, method: str, request: bytes, timeout_s: float) -> bytes:
         large = self.for_large(len(request))
-        self._large.add(large)
         try:
             return await large.call(method, request, timeout_s)
         finally:
-            self._large.discard(large)
             await large.aclose()
 
     async def stream(self, method: str, request: bytes, timeout_s: float) -> AsyncGenerator[bytes]:

@@ -8,6 +8,9 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
+import pytest
+
+from specsplit.core.errors import WorkerUnreachable
 from specsplit.core.types import Scores, StreamLimits, TokenizerFiles, TokenLogProb
 from specsplit.limits import SMALL_BYTES
 from specsplit.model.identity import files_hash
@@ -78,6 +81,16 @@ async def test_a_stream_begins_with_a_long_prompt() -> None:
         assert commit.length == len(ids)
         await stream.close()
         assert proxy.num_connections == 2
+
+
+async def test_a_stream_that_began_with_a_long_prompt_ends_with_its_client() -> None:
+    ids = [5] * (2 * SMALL_BYTES)
+    async with far() as (verifier, _), asyncio.timeout(20):
+        stream = verifier.open_stream(Script(ids).first(ids), StreamLimits(8, 8, 1))
+        await stream.next_commit()
+        await verifier.aclose()
+        with pytest.raises(WorkerUnreachable, match="closed during the call"):
+            await stream.next_commit()
 
 
 async def test_a_text_behind_a_long_prompt_is_scored() -> None:
