@@ -11,8 +11,11 @@ import os
 import resource
 import shutil
 import tempfile
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
+
+from tests.support.caches import link_kernels
 
 # Set before anything imports torch or transformers, which read them once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,8 +26,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["GRPC_VERBOSITY"] = "NONE"
 # Beside another process of `make test`, a second thread would only wait for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
-# What a developer's own cache holds changes no test, and tests leave nothing there.
+# What a developer's own cache holds changes no test, and tests leave nothing there but compiled kernels.
+_known = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="specsplit-tests-")
+link_kernels(Path(os.environ["XDG_CACHE_HOME"]), _known)
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 for name in list(os.environ):
     if name.startswith("SPECSPLIT_") and not name.startswith("SPECSPLIT_TEST_"):

@@ -19,9 +19,10 @@ EMBEDDED = "embedded"
 """The model source that names the pair inside the package; each role finds its own half."""
 ENV_PREFIX = "SPECSPLIT_"
 ENV_CONFIG = "SPECSPLIT_CONFIG"  # the variable that names the settings file if `--config` does not
-ENV_DEBUG = "SPECSPLIT_DEBUG"
-"""The variable that shows the traceback of an error if it is set to anything but 0."""
+ENV_DEBUG = "SPECSPLIT_DEBUG"  # the variable that shows the traceback of an error if it is set to anything but 0
+ENV_CPU_KERNEL = "SPECSPLIT_CPU_KERNEL"  # the variable that leaves out our kernels for a CPU if it is 0
 ENV_API_KEY = "SPECSPLIT_API_KEY"  # the variable with the key that `chat --endpoint` shows
+ENV_OTHERS = (ENV_CONFIG, ENV_DEBUG, ENV_CPU_KERNEL, ENV_API_KEY)  # those that are no settings
 
 DEVICE: DeviceName = "cpu"
 ENDS: EndsAt = "stages"

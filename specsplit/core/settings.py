@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from specsplit.core.complaints import complaint
-from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_API_KEY, ENV_CONFIG, ENV_DEBUG, ENV_PREFIX
+from specsplit.core.defaults import DRAFTLESS, EMBEDDED, ENV_CONFIG, ENV_OTHERS, ENV_PREFIX
 from specsplit.core.errors import InvalidSettings
 from specsplit.core.paths import expanded
 from specsplit.core.sections import (
@@ -31,7 +31,6 @@ from specsplit.core.sections import (
     addresses,
 )
 
-_OTHER_VARIABLES = (ENV_CONFIG, ENV_DEBUG, ENV_API_KEY)
 _FOREIGN_PREFIXES = ("SPECSPLIT_TEST_", "SPECSPLIT_BENCH_")
 """Prefixes of the variables that switch tests and benchmarks; they are no settings."""
 Purpose = Literal["generate", "gateway", "draft", "target", "stage", "check"]
@@ -317,7 +316,7 @@ def override(settings: OrchestratorSettings, **given: Any) -> OrchestratorSettin
 
 def _from_environment() -> _Layer:
     variables = {f"{ENV_PREFIX}{key.replace('.', '_').upper()}": key for key in KEYS}
-    known = (*variables, *_OTHER_VARIABLES)
+    known = (*variables, *ENV_OTHERS)
     # pydantic-settings ignores variables that it does not know, so misspelt ones are refused here.
     for name in os.environ:
         upper = name.upper()

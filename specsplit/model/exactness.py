@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specsplit.core.exactness import Exactness
 from specsplit.model import processor
+from specsplit.model.attention.cpu_kernel import kernel_digest
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.packed_linear import ProductKind, pack, product_with
 from specsplit.model.backends.product import Product
@@ -124,7 +125,7 @@ def settle(runner: Provable, weights_hash: str) -> None:
 def fingerprint(dtype: torch.dtype) -> str:
     """Return 16 hex digits: machines of the same compute the same bits from the same weights."""
     limits = [os.environ.get(name, "") for name in _LIMITS]
-    return digest(processor.description(), limits, torch.__version__, dtype, _WIDTHS, _VERSION)
+    return digest(processor.description(), kernel_digest(), limits, torch.__version__, dtype, _WIDTHS, _VERSION)
 
 
 def _objection(runner: Provable) -> str:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from specsplit.core.errors import ModelDamaged, ModelUnsupported, OutOfMemory, SpecSplitError
-from specsplit.model.attention.function import HANDED, NAME, LayerSpec, MaskRule
-from specsplit.model.attention.masks import MaskFunction, evaluate_mask
+from specsplit.model.attention.function import HANDED, NAME, LayerSpec
+from specsplit.model.attention.masks import MaskFunction, MaskRule, evaluate_mask
 from specsplit.model.files import one_line
 from specsplit.model.head_shape import HeadShape
 from specsplit.model.linear_calls import WithoutProducts

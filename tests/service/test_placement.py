@@ -17,6 +17,7 @@ from specsplit.core.defaults import Mode
 from specsplit.core.errors import VocabularyMismatch
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import DraftService
+from tests.support.caches import use_cache
 from tests.support.fakes import FakeDraft
 from tests.support.processes import LIMIT_S, WorkerProcess
 
@@ -41,7 +42,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    use_cache(tmp_path_factory.getbasetemp() / "cache", monkeypatch)
 
 
 @pytest.fixture(scope="module")

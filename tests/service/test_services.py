@@ -24,6 +24,7 @@ from specsplit.core.errors import WorkerUnreachable
 from specsplit.rpc.server import serving
 from specsplit.rpc.servicers import DraftService
 from specsplit.telemetry import names
+from tests.support.caches import use_cache
 from tests.support.fakes import FakeDraft
 from tests.support.machine import DTYPE
 from tests.support.processes import LIMIT_S, WorkerProcess, environment, run
@@ -60,7 +61,7 @@ def draft(workers: dict[str, WorkerProcess]) -> WorkerProcess:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    use_cache(tmp_path_factory.getbasetemp() / "cache", monkeypatch)
 
 
 @pytest.fixture(scope="module")

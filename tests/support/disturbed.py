@@ -23,6 +23,7 @@ from specsplit.core.settings import Settings
 from specsplit.orchestrator.request import Replay, Result
 from tests.contract.session_contract import Script
 from tests.contract.verifier_contract import without_tree
+from tests.support.caches import use_cache
 from tests.support.processes import LIMIT_S, WorkerProcess
 from tests.support.rpc_servers import verifier_at
 
@@ -58,7 +59,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerP
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    use_cache(tmp_path_factory.getbasetemp() / "cache", monkeypatch)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from specsplit.model.attention.cpu_kernel import kernel_digest
 from specsplit.model.backends.recorded_cpu import RecordedCpuBackend
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import FAMILIES, save_model
@@ -20,7 +21,8 @@ def test_a_recording_calls_attention_and_holds_none_of_its_code(tmp_path: Path) 
     backend = load_model(str(folder), role="target", threads=1).runner.backend
     assert isinstance(backend, RecordedCpuBackend)
     code = str(backend.forward.inlined_graph)  # type: ignore[attr-defined]
-    assert code.count('prim::CallMethod[name="attend"]') == config.num_hidden_layers
+    call = "specsplit::attend_spans" if kernel_digest() else 'prim::CallMethod[name="attend"]'
+    assert code.count(call) == config.num_hidden_layers
     assert "_scaled_dot_product_flash_attention_for_cpu" not in code
 
 

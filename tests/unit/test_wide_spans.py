@@ -37,6 +37,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attend by torch's operators, whose wide calls are tried; rows of our own kernel are computed one by one."""
+    monkeypatch.setattr(wide_spans, "kernel_digest", lambda: "")
+
+
 def save(folder: Path, family: str, **changes: int) -> str:
     config = FAMILIES[family]()
     for name, value in {"max_position_embeddings": CONTEXT, **changes}.items():
@@ -130,6 +136,7 @@ def refused_from(most: int) -> Attend:
     return attended
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize(
     ("attend", "found"),
     [
@@ -153,6 +160,7 @@ def test_where_wide_calls_have_other_bits_none_is_wide(
     assert span_rows([LAYER], torch.float32, CONTEXT) == found
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize(
     ("layer", "dtype"),
     [
@@ -171,12 +179,14 @@ def test_what_was_found_is_no_answer_for_another_shape(
     assert span_rows([layer], dtype, CONTEXT) == 512
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize(("context", "most"), [(639, MOST_ROWS), (640, 128), (2559, 128), (2560, 512)])
 def test_a_short_context_has_no_wide_spans_to_try(context: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_spans, "attend_rows", invariant)
     assert span_rows([LAYER], torch.float32, context) == most
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_layers_with_a_formula_keep_short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_spans, "attend_rows", invariant)
     assert span_rows([LAYER, replace(LAYER, softcap=30.0)], torch.float32, CONTEXT) == MOST_ROWS
@@ -190,6 +200,7 @@ def test_heads_are_stacked_in_wide_calls_only(group: int) -> None:
     assert are_stacked(group, 64, 640, 2) == (group * 64 >= 768)
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_the_rows_from_which_on_heads_are_apart_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [end for end in range(2560, 20_000, 512) if are_stacked(2, 512, end, 2)]
     tried = list[int]()

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specsplit.model.activations import activate
-from specsplit.model.attention.masks import MaskFunction
+from specsplit.model.attention.masks import MaskFunction, MaskRule
 from specsplit.model.attention.stacking import are_stacked
 from specsplit.model.head_shape import HeadShape
-from specsplit.model.transformers_models import AttentionInterface, AttentionMaskInterface, causal_mask_function
+from specsplit.model.transformers_models import AttentionInterface, AttentionMaskInterface
 
 NAME = "specsplit"
 """The implementation's name towards transformers."""
@@ -51,19 +51,6 @@ class LayerSpec:
         return bool(self.softcap) or self.key_shape.head_dim != self.value_shape.head_dim
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MaskRule:
-    """Our mask interface hands this to the layers instead of a tensor."""
-
-    function: MaskFunction
-    is_vectorised: bool
-    """False if transformers would need vmap, which takes no positions of a tree."""
-
-    @property
-    def is_plain_causal(self) -> bool:
-        return self.function is causal_mask_function
-
-
 class LayerAttention(Protocol):
     """The model's layers call this during a forward: SlotAttention when serving, the probe at load."""
 
@@ -88,10 +75,14 @@ class SlotAttention:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
         """Return [1, T, query heads, D] for packed q, k, v [1, heads, T, D]; writes k and v into the slots."""
+        spec, *memory = self._of(module)
+        return attend(q, k, v, tuple(memory), (spec.scaling, spec.softcap or 0.0, spec.sinks))
+
+    def _of(self, module: nn.Module) -> tuple[LayerSpec, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return a layer's parameters, and its keys, values, spans, tables and biases."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         spec = self._layers[layer]
-        memory = (self._keys[layer], self._values[layer], *self._layout, self._biases[spec.mask])
-        return attend(q, k, v, memory, (spec.scaling, spec.softcap or 0.0, spec.sinks))
+        return spec, self._keys[layer], self._values[layer], *self._layout, self._biases[spec.mask]
 
 
 def _attend_spans(

@@ -6,18 +6,33 @@ Knows nothing of slots or steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specsplit.model.transformers_models import causal_mask_function
 from specsplit.sampling.tree_attention import positions as tree_positions
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' own rule: (batch, head, query position, key position) -> may attend."""
 _HIDDEN = float("-inf")
 _NUM_SAMPLES = 33
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRule:
+    """Our mask interface hands this to the layers instead of a tensor."""
+
+    function: MaskFunction
+    is_vectorised: bool
+    """False if transformers would need vmap, which takes no positions of a tree."""
+
+    @property
+    def is_plain_causal(self) -> bool:
+        return self.function is causal_mask_function
 
 
 def ramp_of(mask: MaskFunction | None, capacity: int) -> Tensor | None:

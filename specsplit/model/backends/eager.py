@@ -11,8 +11,9 @@ from torch import Tensor
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.model.activations import WholeVectors
+from specsplit.model.attention.cpu_attention import slot_attention
 from specsplit.model.attention.device_step import DeviceStep
-from specsplit.model.attention.function import LayerAttention, SlotAttention
+from specsplit.model.attention.function import LayerAttention
 from specsplit.model.backends.packed_linear import PackedLinears
 from specsplit.model.backends.rounded_weights import Rounding
 from specsplit.model.draft_vocab import TrimmedHead
@@ -138,7 +139,7 @@ class EagerBackend:
         def shifted(items: Sequence[Any]) -> list[Any]:
             return [*list(items[:1]) * self.first_layer, *items]
 
-        return SlotAttention(shifted(self.layers), shifted(keys), shifted(values), (spans, tables), biases)
+        return slot_attention(shifted(self.layers), shifted(keys), shifted(values), (spans, tables), biases)
 
     @contextmanager
     def _invariant_rows(self, memory: Sequence[Tensor]) -> Generator[None]:

@@ -1,0 +1,37 @@
+"""Attention of one forward over slots on a CPU, by the kernel of our own where this machine has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specsplit.model.attention.cpu_kernel import kernel_digest
+from specsplit.model.attention.function import LayerAttention, LayerSpec, SlotAttention
+
+
+class CpuKernelAttention(SlotAttention):
+    """SlotAttention with one operator for each layer."""
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
+        """Return [1, T, query heads, D] for packed q, k, v [1, heads, T, D]; writes k and v into the slots."""
+        spec, keys, values, spans, tables, biases = self._of(module)
+        sinks = spec.sinks.float() if spec.sinks is not None else None
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        return torch.ops.specsplit.attend_spans(
+            q, k, v, keys, values, spans, tables, biases, spec.scaling, spec.softcap or 0.0, sinks
+        )
+
+
+def slot_attention(
+    layers: Sequence[LayerSpec],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    layout: tuple[Tensor, Tensor],
+    biases: Sequence[Tensor],
+) -> LayerAttention:
+    """Return the attention of one forward over these slots."""
+    kind = CpuKernelAttention if keys and not keys[0].is_cuda and kernel_digest() else SlotAttention
+    return kind(layers, keys, values, layout, biases)
