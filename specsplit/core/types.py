@@ -307,14 +307,14 @@ class Identity:
     step_times: tuple[tuple[int, float], ...] = ()  # seconds of a forward by rows, ascending, if measured at the start
     fork_s: float = 0.0  # seconds that each further branch of a tree takes; 0 if nobody measured
     text_token_s: float = 0.0  # seconds that each token of its text adds to a session's forward; 0 if nobody measured
-    exactness: Exactness = "near ties"
-    """Whether a row has the same bits in any company."""
+    exactness: Exactness = "near ties"  # whether a row has the same bits in any company
     numerics: str = ""  # fingerprint of the arithmetic; with it and the weights equal, workers of "bits" have the same
     revision: int = 0  # changes of `exactness` or `numerics` since the worker began: a chain may replace a stage
     kv_bytes_per_token: int = 0  # what one token takes of the KV cache; 0 if nobody said
     kv_bytes: int = 0  # bytes that the KV cache may take, if they are why the context is not longer; else 0
     model_revision: str = ""  # commit of the hub that the model's files are of; empty if they are not from there
     has_window: bool = False  # whether it drafts for texts beyond its context, of which it has first and last tokens
+    branches_share_text: bool = False  # whether a tree's branches read the text once for all, on a CPU
 
 
 @dataclass(frozen=True, slots=True)

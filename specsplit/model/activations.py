@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from specsplit.model.kernels.library import has_kernels_for
+
 _KINDS: Mapping[Any, str] = {
     F.silu: "silu",
     torch.sigmoid: "sigmoid",
@@ -81,4 +83,7 @@ class WholeVectors(TorchFunctionMode):
         kind = _kind(func, args, kwargs or {})
         if kind is None:
             return func(*args, **(kwargs or {}))
-        return activate(args[0], kind)
+        x: Tensor = args[0]
+        if kind == "silu" and has_kernels_for(x):
+            return torch.ops.specsplit.silu(x if x.stride(-1) == 1 else x.contiguous())
+        return activate(x, kind)

@@ -56,6 +56,6 @@ def comparisons_of(model: PreTrainedModel, path: str, stamps: object, *others: o
 def code_hash() -> str:
     """Return a hash of the code that computes forwards: this package's."""
     content = sha256()
-    for path in sorted(path for kind in ("*.py", "*.cpp") for path in Path(__file__).parent.rglob(kind)):
+    for path in sorted(path for kind in ("*.py", "*.cpp", "*.h") for path in Path(__file__).parent.rglob(kind)):
         content.update(path.read_bytes())
     return content.hexdigest()

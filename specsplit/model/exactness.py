@@ -16,10 +16,10 @@ from torch import Tensor
 
 from specsplit.core.exactness import Exactness
 from specsplit.model import processor
-from specsplit.model.attention.cpu_kernel import kernel_digest
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.backends.packed_linear import ProductKind, pack, product_with
 from specsplit.model.backends.product import Product
+from specsplit.model.kernels.library import kernel_digest
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.proofs import Proofs, digest
 

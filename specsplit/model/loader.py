@@ -21,6 +21,7 @@ from specsplit.model.comparisons import comparisons_of
 from specsplit.model.draft_vocab import TrimmedHead, frequent_ids, kept_ids, trim_head
 from specsplit.model.files import load_config, load_tokenizer, load_weights, stored_dtype, tokenizer_files
 from specsplit.model.identity import Stamps, require_no_links_out, require_unchanged, weight_stamps, weights_hash
+from specsplit.model.kernels.library import kernel_digest
 from specsplit.model.kv_cache import KVCache
 from specsplit.model.kv_plan import KVPlan, KVRequest, plan_kv
 from specsplit.model.loading import loading, logged_progress, noted, weights_phase
@@ -165,6 +166,7 @@ class LoadedModel(Loaded):
             kv_bytes=self.kv_bytes_per_token * self.runner.cache.row_limit if self.is_context_shortened else 0,
             model_revision=self.model_revision,
             has_window=self.has_window,
+            branches_share_text=self.runner.device.type == "cpu" and bool(kernel_digest()),
         )
 
 

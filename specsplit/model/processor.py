@@ -13,7 +13,7 @@ _NATIVE = {
     torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
 """Instructions of which one is enough."""
-_VECTORS = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
+_VECTORS = ("avx", "amx", "fma", "f16c", "bmi", "abm", "movbe", "asimd", "sve", "bf16", "i8mm")
 
 
 @lru_cache(maxsize=1)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specsplit.model.attention.cpu_kernel import kernel_digest
 from specsplit.model.attention.function import LayerSpec, attend_rows
 from specsplit.model.attention.paths import MOST_ROWS, end_row
 from specsplit.model.attention.stacking import are_stacked
 from specsplit.model.exactness import fingerprint
+from specsplit.model.kernels.library import kernel_digest
 from specsplit.model.proofs import Proofs, digest
 from specsplit.model.threads import one_thread
 
@@ -45,12 +45,12 @@ class _Shape:
 def span_rows(layers: Sequence[LayerSpec], dtype: torch.dtype, context: int) -> int:
     """Return the most tokens of a prompt for which a call gives each the bits that it has alone; MOST_ROWS at least."""
     widest = MOST_ROWS
+    if layers and kernel_digest():
+        return end_row(_FIRST_ROWS[-1][-1]) - _FIRST_ROWS[-1][-1]  # a row is computed by itself
     # By the formula eight rows are multiplied at a time, however many there are.
     if not layers or any(layer.has_formula for layer in layers):
         return widest
     shapes = sorted({_Shape(layer.group, layer.key_shape.head_dim, layer.sinks is not None) for layer in layers})
-    if kernel_digest():
-        return end_row(_FIRST_ROWS[-1][-1]) - _FIRST_ROWS[-1][-1]  # a row is computed by itself
     known = Proofs(_FILE)
     for first_rows in _FIRST_ROWS:
         if context < end_row(first_rows[0]):

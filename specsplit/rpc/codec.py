@@ -28,7 +28,7 @@ from specsplit.rpc.pb import common_pb2
 from specsplit.rpc.words import clean_name
 
 _NUMBERS = ("vocab_size", "context", "max_nodes", "protocol_version", "revision", "kv_bytes_per_token", "kv_bytes")
-_SECONDS = ("fork_s", "text_token_s")
+_SECONDS, _FLAGS = ("fork_s", "text_token_s"), ("has_window", "branches_share_text")
 _MAX_WAIT_MS = 1 << 31
 _LOG_PROBS = tuple(-step / 16 if step else 0.0 for step in range(256))
 Top = Sequence[common_pb2.TopLogProbs]
@@ -312,7 +312,7 @@ def decode_telemetry(message: common_pb2.Telemetry, *, sent_bytes: int = 0, rece
 def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
     """Return the message of a worker's identity; `version` is the version of its package."""
     return common_pb2.Identity(
-        **{name: getattr(identity, name) for name in _NUMBERS + _SECONDS},
+        **{name: getattr(identity, name) for name in _NUMBERS + _SECONDS + _FLAGS},
         role=_ROLES[identity.role],
         model=identity.model,
         vocab_hash=identity.vocab_hash,
@@ -325,7 +325,6 @@ def encode_identity(identity: Identity, version: str) -> common_pb2.Identity:
         exactness=identity.exactness,
         numerics=identity.numerics,
         model_revision=identity.model_revision,
-        has_window=identity.has_window,
     )
 
 
@@ -352,7 +351,7 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
     role = int(message.role)
     require(role in _ROLES.values(), "role", f"The worker's role {role} is neither draft nor target.")
     return Identity(
-        **{name: getattr(message, name) for name in _NUMBERS},
+        **{name: getattr(message, name) for name in _NUMBERS + _FLAGS},
         **{name: time_s for name in _SECONDS if 0 < (time_s := getattr(message, name)) < math.inf},
         role="draft" if message.role == common_pb2.ROLE_DRAFT else "target",
         model=clean_name(message.model),
@@ -365,7 +364,6 @@ def decode_identity(message: common_pb2.Identity) -> Identity:
         exactness=decode_exactness(message.exactness),
         numerics=decode_numerics(message.numerics),
         model_revision=checked_hash(message.model_revision),
-        has_window=message.has_window,
     )
 
 

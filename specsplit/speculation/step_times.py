@@ -329,7 +329,7 @@ class PlainTimes:
         self.start_s = self.fork_s = self.text_token_s = 0.0
         """Seconds of a plain forward, of a further branch of a tree, and of a token of the text; 0 if not measured."""
         self.branches_read_text = False
-        """Whether each branch attends to all of the text anew, as on a CPU."""
+        """Whether each branch attends to all of the text anew, as torch's kernel for CPUs does."""
         self._more_s = deque[float](maxlen=RECENT_PLAIN)
 
     def observe(self, timings: Timings, length: int) -> bool:

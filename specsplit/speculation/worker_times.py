@@ -262,7 +262,7 @@ class WorkerTimes:
         """Begin with what the workers measured themselves, unless more is known already."""
         if self.verify is None and target.step_times:
             self.verify, self.plain.fork_s = StepTimes.from_start(target.step_times, target.fork_s), target.fork_s
-            self.plain.branches_read_text = target.device == "cpu"
+            self.plain.branches_read_text = target.device == "cpu" and not target.branches_share_text
             if target.step_times[0][0] == 1:
                 self._num_plain += 1
                 self.plain.start_s, self.plain.text_token_s = target.step_times[0][1], target.text_token_s

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from specsplit.model.attention.cpu_kernel import kernel_digest
 from specsplit.model.backends.recorded_cpu import RecordedCpuBackend
+from specsplit.model.kernels.library import kernel_digest
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import FAMILIES, save_model
 from tests.support.packs import take_packs_away

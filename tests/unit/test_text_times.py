@@ -138,3 +138,12 @@ def test_what_a_branch_reads_is_counted_once():
     unmeasured.behind(500)
     assert unmeasured.verify is not None
     assert unmeasured.verify.fork_s == pytest.approx(500 * TOKEN_S)
+
+
+def test_branches_that_share_the_text_are_as_dear_behind_any():
+    identity = codec.decode_identity(codec.encode_identity(replace(TARGET, branches_share_text=True), "1"))
+    times = WorkerTimes()
+    times.adopt(replace(identity, text_token_s=TOKEN_S, fork_s=0.003), None)
+    times.behind(8_000)
+    assert times.verify is not None
+    assert times.verify.fork_s == pytest.approx(0.003)

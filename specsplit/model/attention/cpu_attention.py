@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specsplit.model.attention.cpu_kernel import kernel_digest
 from specsplit.model.attention.function import LayerAttention, LayerSpec, SlotAttention
+from specsplit.model.kernels.library import has_kernels_for
 
 
 class CpuKernelAttention(SlotAttention):
@@ -18,6 +18,8 @@ class CpuKernelAttention(SlotAttention):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
         """Return [1, T, query heads, D] for packed q, k, v [1, heads, T, D]; writes k and v into the slots."""
         spec, keys, values, spans, tables, biases = self._of(module)
+        if not q.dtype == k.dtype == v.dtype == keys.dtype:
+            return super().attend(module, q, k, v, mask, keywords)
         sinks = spec.sinks.float() if spec.sinks is not None else None
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         return torch.ops.specsplit.attend_spans(
@@ -33,5 +35,5 @@ def slot_attention(
     biases: Sequence[Tensor],
 ) -> LayerAttention:
     """Return the attention of one forward over these slots."""
-    kind = CpuKernelAttention if keys and not keys[0].is_cuda and kernel_digest() else SlotAttention
+    kind = CpuKernelAttention if keys and has_kernels_for(keys[0]) else SlotAttention
     return kind(layers, keys, values, layout, biases)

@@ -14,6 +14,7 @@ from specsplit.model.activations import WholeVectors
 from specsplit.model.attention.cpu_attention import slot_attention
 from specsplit.model.attention.device_step import DeviceStep
 from specsplit.model.attention.function import LayerAttention
+from specsplit.model.backends.norms import Norms
 from specsplit.model.backends.packed_linear import PackedLinears
 from specsplit.model.backends.rounded_weights import Rounding
 from specsplit.model.draft_vocab import TrimmedHead
@@ -48,6 +49,7 @@ class EagerBackend:
         self.layers, self.masks = probed.layers, probed.masks
         self.linears: PackedLinears | None = None
         """The model's linear layers in another layout, once `pack` was called."""
+        self._norms: Norms | None = None
         self.rounded: RoundedLayers | None = None
         """The linear layers that were replaced on a GPU, once `round` was called."""
 
@@ -82,6 +84,7 @@ class EagerBackend:
                 head.forget_others()
         if head is not None:
             head.follow_texts(width)
+        self._norms = Norms(self.model)
 
     def round(self, forward: Callable[[], object] | None, form: WeightFormat) -> None:
         """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded.
@@ -144,13 +147,13 @@ class EagerBackend:
     @contextmanager
     def _invariant_rows(self, memory: Sequence[Tensor]) -> Generator[None]:
         """Compute products with packs, once there are any, and activations in whole vectors."""
-        if self.linears is None:
+        if self.linears is None or self._norms is None:
             yield
             return
         packs = memory[len(self.masks) + 2 * len(self.layers) :][: len(self.packs)]
         own, of_recent = packs[: len(self.linears.packs)], packs[len(self.linears.packs) :]
         following = self.trimmed_head.computing_with(of_recent) if self.trimmed_head is not None else nullcontext()
-        with self.linears.serving(own), WholeVectors(), following:
+        with self.linears.serving(own), self._norms.serving(), WholeVectors(), following:
             yield
 
 

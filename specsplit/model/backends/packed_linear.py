@@ -1,6 +1,7 @@
 """Linear layers in packed layouts: a few rows cost what one costs, and a row has the same bits among many.
 
-The layout is oneDNN's, or FBGEMM's for weights that fp16 holds exactly (half_weights.py). Products have at most `width`
+The layout is oneDNN's, FBGEMM's for weights that fp16 holds exactly (half_weights.py), or our own for bf16 where the
+processor multiplies pairs (pair_products.py). OneDNN's products have at most `width`
 inputs; longer ones are cut along the inputs and added in order, since beyond some width oneDNN's order of sums follows
 the number of rows (docs/adr/0015). Weights that are rounded have layouts and orders of their own (rounded_weights.py).
 The model's own copy of a weight goes as soon as its pack is there.
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from specsplit.core.errors import DeviceUnavailable
 from specsplit.model.backends.half_weights import half_product
+from specsplit.model.backends.pair_products import pair_product, takes_pairs
 from specsplit.model.backends.product import Product
 from specsplit.model.backends.rounded_weights import Rounding, rounded_product, split_by_format
 from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, joined, watched
@@ -267,6 +269,8 @@ class PackedLinears:
 
     def _packed(self, group: Sequence[LinearCall]) -> _Made:
         first = group[0]
+        if first.offsets is None and takes_pairs(first.weight.dtype, first.weight.shape[-1]):
+            return _by_pairs(group)
         width = part_width(first.weight.shape[-1], self._width)
         weights = first.weight.unbind() if first.offsets is not None else [joined([call.weight for call in group])]
         bias = _joined_bias(group)
@@ -277,6 +281,14 @@ class PackedLinears:
         kinds = [ProductKind(part.shape[0], part.shape[1], weight_bits) for part in parts]
         products = list(zip(kinds, halves or map(product_with, packs), strict=True))
         return _Made(_Packed((), _sizes(group), bias, width, slice(0), halves), packs, products)
+
+
+def _by_pairs(group: Sequence[LinearCall]) -> _Made:
+    weight = joined([call.weight for call in group])
+    of_all = pair_product(weight, _joined_bias(group))
+    assert of_all is not None, "there is a kernel"
+    kind = ProductKind(weight.shape[0], weight.shape[1], weight.itemsize * 8)
+    return _Made(_Packed((), _sizes(group), None, weight.shape[1], slice(0), (of_all,)), (), [(kind, of_all)])
 
 
 def _rounded(group: Sequence[LinearCall], form: WeightFormat) -> _Made:

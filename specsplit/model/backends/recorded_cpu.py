@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from specsplit.model.backends.base import Backend
+from specsplit.model.backends.rotary_calls import join_rotary_calls, unjoined_rotary_calls
 from specsplit.model.comparisons import Comparisons
 from specsplit.model.fused_linear import fuse_linears
+from specsplit.model.kernels.library import kernel_digest
 from specsplit.model.proofs import digest
 
 _TOLERANCE = 1e-5
@@ -106,6 +108,8 @@ def try_record(
     """
     example = make_step(FIRST, 0)
     ways: list[Callable[[], AbstractContextManager[object]]] = [nullcontext]
+    if kernel_digest():
+        ways.append(unjoined_rotary_calls)
     if not is_packed:
         ways.insert(0, lambda: fuse_linears(lambda: eager.forward(*example)))
     with warnings.catch_warnings():
@@ -141,6 +145,7 @@ def traced(forward: Callable[..., Tensor], example: tuple[Tensor, ...]) -> Any:
     # it does this itself, which for 28 layers takes 14 MB and 0.2 s.
     _jit._jit_pass_constant_pooling(graph)
     _jit._jit_pass_cse(graph)
+    join_rotary_calls(graph)
     return _jit._create_function_from_graph("forward", graph)
 
 

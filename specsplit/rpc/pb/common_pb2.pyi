@@ -371,6 +371,7 @@ class Identity(_message.Message):
     FORK_S_FIELD_NUMBER: _builtins.int
     HAS_WINDOW_FIELD_NUMBER: _builtins.int
     TEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    BRANCHES_SHARE_TEXT_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     protocol_version: _builtins.int
     model: _builtins.str
@@ -401,6 +402,8 @@ class Identity(_message.Message):
     """Whether a draft takes texts beyond its context, of which it has the first tokens and the last."""
     text_token_s: _builtins.float
     """Seconds that each token of its text adds to a session's forward; 0 where nobody measured."""
+    branches_share_text: _builtins.bool
+    """Whether the branches of a tree share what they read of the text on this CPU; on a GPU it takes next to nothing."""
     @_builtins.property
     def step_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTime]:
         """As measured when the worker began, rows ascending; none where nobody measured."""
@@ -430,10 +433,11 @@ class Identity(_message.Message):
         fork_s: _builtins.float = ...,
         has_window: _builtins.bool = ...,
         text_token_s: _builtins.float = ...,
+        branches_share_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "fork_s", b"fork_s", "has_window", b"has_window", "kv_bytes", b"kv_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "max_nodes", b"max_nodes", "model", b"model", "model_revision", b"model_revision", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "text_token_s", b"text_token_s", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches_share_text", b"branches_share_text", "context", b"context", "device", b"device", "dtype", b"dtype", "exactness", b"exactness", "fork_s", b"fork_s", "has_window", b"has_window", "kv_bytes", b"kv_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "max_nodes", b"max_nodes", "model", b"model", "model_revision", b"model_revision", "numerics", b"numerics", "protocol_version", b"protocol_version", "revision", b"revision", "role", b"role", "step_times", b"step_times", "text_token_s", b"text_token_s", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocab_hash", b"vocab_hash", "vocab_size", b"vocab_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

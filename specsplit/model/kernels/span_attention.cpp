@@ -17,9 +17,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <type_traits>
@@ -29,27 +26,20 @@
 #include <immintrin.h>
 #endif
 
+#include "vectors.h"
+
 namespace {
+
+using namespace specsplit;
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int LANES = 16;  // floats of a vector
 constexpr int KEYS = 32;   // keys of a block
 constexpr int ROWS = 32;   // rows that share what is read of a block
 constexpr int TILE = 4;    // rows that are multiplied together
 constexpr int LINE = 64;   // bytes of a line of the caches
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Shorts __attribute__((vector_size(32)));
-typedef _Float16 Halves __attribute__((vector_size(32)));
-typedef uint16_t ShortPairs __attribute__((vector_size(64)));
-
-struct BFloat16 { uint16_t bits; };
-struct Half { _Float16 value; };
 
 // Whether two numbers that lie side by side, as one word, are multiplied at a time.
 #ifdef __AVX512BF16__
@@ -65,76 +55,10 @@ using Operand = typename std::conditional<BY_PAIRS<Item>, uint32_t, float>::type
 template <typename Item>
 constexpr int WIDTH = BY_PAIRS<Item> ? 2 : 1;
 
-template <typename Vector, typename Item>
-inline Vector load(const Item* from) {
-  Vector vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
-}
-
-template <typename Vector, typename Item>
-inline void store(Item* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
-
-inline void add_to(float* sums, Floats more) { store(sums, load<Floats>(sums) + more); }
-
-inline Floats floats(const float* from) { return load<Floats>(from); }
-inline Floats floats(const Half* from) { return __builtin_convertvector(load<Halves>(from), Floats); }
-inline Floats floats(const BFloat16* from) {
-  return (Floats)(__builtin_convertvector(load<Shorts>(from), Words) << 16);
-}
-
-inline float number(float item) { return item; }
-inline float number(Half item) { return item.value; }
-inline float number(BFloat16 item) {
-  const uint32_t word = uint32_t(item.bits) << 16;
-  float result;
-  std::memcpy(&result, &word, sizeof result);
-  return result;
-}
-
-inline void put(float* to, float value) { *to = value; }
-inline void put(Half* to, float value) { to->value = _Float16(value); }
-inline void put(BFloat16* to, float value) {
-  uint32_t word;
-  std::memcpy(&word, &value, sizeof word);
-  to->bits = std::isnan(value) ? 0x7FC0 : (word + 0x7FFF + ((word >> 16) & 1)) >> 16;
-}
-
-// Return e^x for x <= 0, within 2e-7 of its value; 0 below -87.
-inline Floats exponential(Floats x) {
-  const Floats shift = Floats{} + 12582912.0f;  // 1.5 * 2^23: the last bits of a sum with it are the nearest integer
-  const Floats shifted = x * 1.44269504f + shift;
-  const Ints power = (Ints)shifted - (Ints)shift;
-  const Floats whole = shifted - shift;
-  Floats rest = x - whole * 0.693359375f;
-  rest = rest + whole * 2.12194440e-4f;
-  Floats value = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  value = value * rest + 8.3334519073e-3f;
-  value = value * rest + 4.1665795894e-2f;
-  value = value * rest + 1.6666665459e-1f;
-  value = value * rest + 5.0000001201e-1f;
-  value = value * rest * rest + rest + 1.0f;
-  return (Floats)(((Ints)value + (power << 23)) & (x > -87.0f));
-}
-
-inline Floats hyperbolic_tangent(Floats x) {
-  const Ints sign = (Ints)x & (int32_t)0x80000000;
-  const Floats small = exponential((Floats)((Ints)(x * 2.0f) | (int32_t)0x80000000));  // e^(-2 |x|)
-  return (Floats)((Ints)((1.0f - small) / (1.0f + small)) | sign);
-}
-
 inline float largest(Floats vector) {
   float items[LANES];
   store(items, vector);
   return *std::max_element(items, items + LANES);
-}
-
-inline float sum(Floats vector) {
-  float items[LANES];
-  store(items, vector);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) items[i] += items[i + width];
-  return items[0];
 }
 
 template <typename Vector>
@@ -551,12 +475,20 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& key
 
 Tensor attend_spans(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor spans, Tensor tables, Tensor biases,
                     double scaling, double softcap, std::optional<Tensor> sinks) {
+  STD_TORCH_CHECK(q.size(1) % k.size(1) == 0 && q.size(3) == k.size(3), "queries of another shape");
+  STD_TORCH_CHECK(keys.size(3) == k.size(3) && values.size(3) == v.size(3), "slots of another shape");
+  for (const Tensor& each : {q, k, v, keys, values}) STD_TORCH_CHECK(each.stride(3) == 1, "rows that are not whole");
+  for (const Tensor& each : {k, v, keys, values, biases})
+    STD_TORCH_CHECK(each.scalar_type() == q.scalar_type(), "tensors of several formats");
+  STD_TORCH_CHECK(!sinks || sinks->scalar_type() == ScalarType::Float, "sinks in another format");
   Tensor out = torch::stable::new_empty(q, {1, q.size(2), q.size(1), v.size(3)});
+  if (spans.size(0) == 0) return out;
   const Scale scale{float(scaling), float(softcap), sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr};
   switch (q.scalar_type()) {
     case ScalarType::BFloat16: attend<BFloat16>(q, k, v, keys, values, spans, tables, biases, scale, out); break;
     case ScalarType::Half: attend<Half>(q, k, v, keys, values, spans, tables, biases, scale, out); break;
-    default: attend<float>(q, k, v, keys, values, spans, tables, biases, scale, out);
+    case ScalarType::Float: attend<float>(q, k, v, keys, values, spans, tables, biases, scale, out); break;
+    default: STD_TORCH_CHECK(false, "no format that models compute in");
   }
   return out;
 }
