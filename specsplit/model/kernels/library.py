@@ -73,6 +73,7 @@ def kernel_digest() -> str:
 
 @cache
 def digest_at_first() -> str:
+    """Return what `kernel_digest` does; kept for the life of the process."""
     kind = _kind()
     if kind is None or os.environ.get(ENV_CPU_KERNEL, "1") == "0":
         return ""
