@@ -20,6 +20,8 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 BUILDER ?= $(firstword $(foreach tool,buildah podman docker,$(shell command -v $(tool))))
 IMAGE   = $(BUILDER) build -f Containerfile $(if $(PIP_CONF),--secret id=pip$(COMMA)src=$(PIP_CONF))
 COMMA  := ,
+# Compiled beforehand, they hold up no test.
+KERNELS := @$(BIN)/python -c "from specsplit.model.kernels.library import kernel_digest; kernel_digest()"
 # A file's tests stay in one process, where they share what they set up; the long files of tests/service come first.
 PYTEST := $(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -34,9 +36,11 @@ demo: $(RUNS)  ## Write text with the embedded pair, plain decoding beside it (m
 	@$(BIN)/specsplit orchestrate --prompt "$$PROMPT" --max-new-tokens 96 --compare
 
 test: $(TOOLS)  ## Run the tests, slow ones left out (about 11 minutes on two idle cores; JOBS=4 uses four)
+	$(KERNELS)
 	$(PYTEST) -m "not slow"
 
 test-all: $(TOOLS)  ## Run every test over the full product of families, trees and sampling
+	$(KERNELS)
 	SPECSPLIT_TEST_ALL=1 $(PYTEST)
 
 check: checks test  ## Run CI's checks and tests: format, lint, imports, types, the measures of the house, tests (CI also runs make wheel)
