@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from specsplit.model.kernels.library import has_kernels_for
+from specsplit.model.kernels.library import has_kernels_for, whole_rows
 
 _KINDS: Mapping[Any, str] = {
     F.silu: "silu",
@@ -85,5 +85,5 @@ class WholeVectors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x: Tensor = args[0]
         if kind == "silu" and has_kernels_for(x):
-            return torch.ops.specsplit.silu(x if x.stride(-1) == 1 else x.contiguous())
+            return torch.ops.specsplit.silu(whole_rows(x))
         return activate(x, kind)

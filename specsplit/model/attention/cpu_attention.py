@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specsplit.model.attention.function import LayerAttention, LayerSpec, SlotAttention
-from specsplit.model.kernels.library import has_kernels_for
+from specsplit.model.kernels.library import has_kernels_for, whole_rows
 
 
 class CpuKernelAttention(SlotAttention):
@@ -21,7 +21,7 @@ class CpuKernelAttention(SlotAttention):
         if not q.dtype == k.dtype == v.dtype == keys.dtype:
             return super().attend(module, q, k, v, mask, keywords)
         sinks = spec.sinks.float() if spec.sinks is not None else None
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = map(whole_rows, (q, k, v))
         return torch.ops.specsplit.attend_spans(
             q, k, v, keys, values, spans, tables, biases, spec.scaling, spec.softcap or 0.0, sinks
         )

@@ -73,6 +73,7 @@ class EagerBackend:
         Their weights are rounded to the format, if there is one.
         """
         rounding = Rounding(form, self.model) if form is not None else None
+        self._norms = Norms(self.model)  # beside packs, so before there are any
         head = self.trimmed_head
         # Beside rounded weights a matrix that is nothing but the head's would take more than they save.
         if head is not None and form is not None and head.whole is not self.model.get_input_embeddings().weight:
@@ -84,7 +85,6 @@ class EagerBackend:
                 head.forget_others()
         if head is not None:
             head.follow_texts(width)
-        self._norms = Norms(self.model)
 
     def round(self, forward: Callable[[], object] | None, form: WeightFormat) -> None:
         """Replace the linear layers that `forward` calls, on a GPU, by layers whose weights are rounded.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from specsplit.model.kernels.library import has_kernels_for
+from specsplit.model.kernels.library import has_kernels_for, whole_rows
 
 _NUM_FORMS = 3
 _EPSILONS = ("variance_epsilon", "eps")
@@ -60,7 +60,7 @@ def _normed(module: nn.Module, epsilon: float, form: int, x: Tensor) -> Tensor:
     weight: Tensor = module.weight  # type: ignore[assignment]
     if x.dtype != weight.dtype:
         return type(module).forward(module, x)
-    return torch.ops.specsplit.rms_norm(x if x.stride(-1) == 1 else x.contiguous(), weight, epsilon, form)
+    return torch.ops.specsplit.rms_norm(whole_rows(x), weight, epsilon, form)
 
 
 def _epsilon(module: nn.Module) -> float | None:

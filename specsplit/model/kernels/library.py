@@ -89,6 +89,11 @@ def has_kernels_for(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _DTYPES and bool(kernel_digest())
 
 
+def whole_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose rows lie whole in memory, as all kernels take them; the other dimensions lie as they do."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def has_pair_products() -> bool:
     """Return whether there are kernels for products in bf16."""
     return _kind() == "AVX512_BF16" and bool(kernel_digest())
