@@ -16,7 +16,7 @@ BITS: dict[WeightFormat, int] = {"int8": 8, "int4": 4}
 FEWEST_OUTPUTS = 16
 """A weight of fewer outputs keeps its format: it takes next to nothing, and decides much (a gate of an expert)."""
 INT8_BLOCK = 512
-"""Inputs of a weight in int8 are filled up to a multiple of it by FBGEMM's layout."""
+"""Inputs of a weight in int8 are filled up to a multiple of it by FBGEMM's layout, and by no kernel of our own."""
 INT8_ROW_BYTES = 12
 """Bytes of an output's scale, zero point and sum of weights."""
 _GROUPS = (64, 32)
@@ -41,12 +41,16 @@ def group_size(num_outputs: int, num_inputs: int) -> int | None:
     return next((size for size in _GROUPS if num_inputs % size == 0), None)
 
 
-def rounded_bytes(form: WeightFormat, num_outputs: int, num_inputs: int) -> int:
-    """Return the bytes that a weight [N, K] takes in a format; one whose shape has no int4 is rounded to int8."""
+def rounded_bytes(form: WeightFormat, num_outputs: int, num_inputs: int, *, is_filled: bool = True) -> int:
+    """Return the bytes that a weight [N, K] takes in a format at most; one whose shape has no int4 is rounded to int8.
+
+    Without `is_filled` they are those of a layout that fills no inputs up.
+    """
     group = group_size(num_outputs, num_inputs) if form == "int4" else None
     if group is not None:
         return num_outputs * (num_inputs // 2 + num_inputs // group * _GROUP_BYTES)
-    return num_outputs * (-(-num_inputs // INT8_BLOCK) * INT8_BLOCK + INT8_ROW_BYTES)
+    block = INT8_BLOCK if is_filled else 1
+    return num_outputs * (-(-num_inputs // block) * block + INT8_ROW_BYTES)
 
 
 def rounded_hash(weights_hash: str, form: WeightFormat | None) -> str:

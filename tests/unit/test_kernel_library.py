@@ -12,9 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from specsplit.model import processor
 from specsplit.model.attention.metadata import SequenceInput
 from specsplit.model.kernels import library
-from specsplit.model.kernels.library import build, build_all, digest_at_first, kernel_digest
+from specsplit.model.kernels.library import (
+    build,
+    build_all,
+    digest_at_first,
+    has_byte_products,
+    has_pair_products,
+    kernel_digest,
+)
 from specsplit.model.loader import load_model
 from tests.support.model_zoo import FAMILIES, save_model
 
@@ -113,6 +121,31 @@ def test_what_was_compiled_is_kept_and_nobody_elses_is_loaded(
     beside.write_bytes(beside.read_bytes()[:50])
     assert not digest_anew(), "half a file would kill the process"
     assert len(loaded) == 3
+
+
+@pytest.mark.parametrize(
+    ("lacks", "capability", "options"),
+    [
+        ("", "AVX512", {"-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"}),
+        ("avx512_bf16", "AVX512", {"-march=x86-64-v4", "-mavx512vnni"}),
+        ("avx512_vnni", "AVX512", {"-march=x86-64-v4"}),
+        ("avx512bw", "AVX512", {"-march=x86-64-v3"}),
+        ("", "AVX2", {"-march=x86-64-v3"}),
+    ],
+)
+def test_a_processor_has_the_kernels_of_its_instructions(
+    lacks: str, capability: str, options: set[str], sources: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops, "load_library", str)
+    has = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "avx512_vnni", "avx512_bf16"}
+    has |= {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    monkeypatch.setattr(processor, "instructions", lambda: frozenset(has - {lacks}))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert has_byte_products() is ("-mavx512vnni" in options)
+    assert has_pair_products() is ("-mavx512bf16" in options)
+    assert kernel_digest()
+    (made,) = library.FOLDER.parent.glob("specsplit/kernels/*.so")
+    assert {option for option in made.read_text().split() if option.startswith("-m")} == options
 
 
 def test_what_does_not_load_is_compiled_anew(

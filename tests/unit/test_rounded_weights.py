@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from specsplit.cli import doctor
 from specsplit.core.errors import DeviceUnavailable
 from specsplit.model.attention.metadata import SequenceInput
-from specsplit.model.backends import int8_weights, rounded_weights
+from specsplit.model.backends import int4_weights, int8_weights, rounded_weights
 from specsplit.model.backends.int4_weights import int4_codes, int4_product
 from specsplit.model.backends.int8_weights import int8_codes, int8_product
 from specsplit.model.backends.product import Product
@@ -56,6 +56,20 @@ def rounded(form: WeightFormat, weight: Tensor) -> Tensor:
     return (codes - 8) * scale + middle
 
 
+@pytest.fixture
+def torchs_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch's own products compute, as on processors for which there is no kernel."""
+    for module in (int4_weights, int8_weights):
+        monkeypatch.setattr(module, "takes_codes", lambda: False)
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def way(request: pytest.FixtureRequest) -> None:
+    if request.param == "torch":
+        request.getfixturevalue("torchs_way")
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("form", "tolerance"), [("int8", 5e-4), ("int4", 2e-2)])
@@ -70,6 +84,7 @@ def test_a_product_is_that_with_the_rounded_weight(
     assert (ours - truth).abs().max() <= max(tolerance, 1e-2 * (dtype == torch.bfloat16)) * truth.abs().max()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(
     ("form", "num_outputs", "num_inputs"),
@@ -95,6 +110,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
             assert torch.equal(product(x[-count:]), alone[-count:]), count
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_no_rows_give_no_rows_and_zeros_give_zeros(form: WeightFormat) -> None:
     product = product_of(form, randn(16, 64))
@@ -103,6 +119,7 @@ def test_no_rows_give_no_rows_and_zeros_give_zeros(form: WeightFormat) -> None:
     assert product_of(form, torch.zeros(16, 64))(randn(3, 64)).eq(0).all()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(form: WeightFormat, value: float) -> None:
@@ -127,6 +144,7 @@ def test_a_weight_is_off_by_half_a_step_at_most(seed: int) -> None:
     assert off.norm() <= 0.09 * groups.norm()
 
 
+@pytest.mark.usefixtures("torchs_way")
 def test_the_engine_that_others_pack_for_stays() -> None:
     before = torch.backends.quantized.engine
     product_of("int8", randn(16, 16))
@@ -147,6 +165,7 @@ class Halfway(TorchFunctionMode):
         return made
 
 
+@pytest.mark.usefixtures("torchs_way")
 def test_a_thread_that_has_packed_leaves_the_engine_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     product_of("int8", randn(16, 16))
     if "onednn" not in torch.backends.quantized.supported_engines:
@@ -266,6 +285,7 @@ def allocated() -> int:
     return found.hblkhd + found.uordblks
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_a_packed_weight_takes_the_memory_that_is_counted(form: WeightFormat) -> None:
     # With AVX-512 FBGEMM fills the outputs up to a multiple of 48, which is not counted.
@@ -305,6 +325,7 @@ def test_a_gpu_without_such_products_is_refused(form: WeightFormat, monkeypatch:
         rounded_weights.require_rounded_products(form, torch.device("cuda"))
 
 
+@pytest.mark.usefixtures("torchs_way")
 def test_sums_that_saturate_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On some machine FBGEMM could add pairs of products in 16 bits that do not hold them."""
     require_packs("int8")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specsplit.model.backends.byte_products import nibble_product, takes_codes
 from specsplit.model.backends.product import Product, bound, scripted
 from specsplit.model.weight_format import group_size
 
@@ -53,6 +54,8 @@ def int4_product(weight: Tensor, bias: Tensor | None = None) -> Product:
     group = group_size(*weight.shape)
     assert group is not None, "a weight of another shape is rounded to int8"
     codes, scales = int4_codes(weight, group)
+    if takes_codes():
+        return nibble_product(codes, scales, bias)
     return bound(_script, bias, _aten._convert_weight_to_int4pack_for_cpu(codes, 1), scales, group)
 
 

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specsplit.model.backends.byte_products import byte_product, takes_codes
 from specsplit.model.backends.product import Product, bound, scripted
 
 LARGEST = 127
 """Largest code of a weight."""
-MOST_INPUTS = (2**31 - 1) // (LARGEST * 128)
+MOST_INPUTS = 1 << 16
 """Sums of more products than that could leave 32 bits."""
 _PIECE_ROWS = 256
 """Rows of a weight that are rounded in one go."""
@@ -93,7 +94,10 @@ def int8_product(weight: Tensor, bias: Tensor | None = None) -> Product:
 
     A recording holds it as a whole, the packed weight included.
     """
-    return bound(_script, bias.float() if bias is not None else None, _packed(*int8_codes(weight)))
+    codes, scales = int8_codes(weight)
+    if takes_codes():
+        return byte_product(codes, scales, bias)
+    return bound(_script, bias.float() if bias is not None else None, _packed(codes, scales))
 
 
 def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +126,9 @@ def _packed(codes: Tensor, scales: Tensor) -> Any:
 
 @lru_cache(maxsize=1)
 def has_int8_products() -> bool:
-    """Return whether this machine and torch have such products, with sums that are right up to the largest values."""
+    """Return whether this machine or torch has such products, with sums that are right up to the largest values."""
+    if takes_codes():
+        return True
     codes = torch.full((48, 1040), LARGEST, dtype=torch.int8)
     codes[1::2] = -LARGEST
     rows = torch.ones(3, 1040)

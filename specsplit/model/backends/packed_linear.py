@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specsplit.core.errors import DeviceUnavailable
+from specsplit.model.backends.byte_products import takes_codes
 from specsplit.model.backends.half_weights import half_product
 from specsplit.model.backends.pair_products import pair_product, takes_pairs
 from specsplit.model.backends.product import Product
@@ -269,7 +270,7 @@ class PackedLinears:
 
     def _packed(self, group: Sequence[LinearCall]) -> _Made:
         first = group[0]
-        if first.offsets is None and takes_pairs(first.weight.dtype, first.weight.shape[-1]):
+        if first.offsets is None and takes_pairs(first.weight):
             return _by_pairs(group)
         width = part_width(first.weight.shape[-1], self._width)
         weights = first.weight.unbind() if first.offsets is not None else [joined([call.weight for call in group])]
@@ -286,7 +287,6 @@ class PackedLinears:
 def _by_pairs(group: Sequence[LinearCall]) -> _Made:
     weight = joined([call.weight for call in group])
     of_all = pair_product(weight, _joined_bias(group))
-    assert of_all is not None, "there is a kernel"
     kind = ProductKind(weight.shape[0], weight.shape[1], weight.itemsize * 8)
     return _Made(_Packed((), _sizes(group), None, weight.shape[1], slice(0), (of_all,)), (), [(kind, of_all)])
 
@@ -296,7 +296,8 @@ def _rounded(group: Sequence[LinearCall], form: WeightFormat) -> _Made:
     of_all = rounded_product(form, weight, _joined_bias(group))
     kind = ProductKind(weight.shape[0], weight.shape[1], BITS[form])
     packed = _Packed((), _sizes(group), None, weight.shape[1], slice(0), (of_all,))
-    return _Made(packed, (), [(kind, of_all)], rounded_bytes(form, *weight.shape))
+    num_bytes = rounded_bytes(form, *weight.shape, is_filled=not takes_codes())
+    return _Made(packed, (), [(kind, of_all)], num_bytes)
 
 
 def _halves(parts: Sequence[Tensor], bias: Tensor | None) -> Sequence[Product]:

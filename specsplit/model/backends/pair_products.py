@@ -22,17 +22,15 @@ def _pair_product(x: Tensor, packed: Tensor, bias: Tensor, num_outputs: int) -> 
 _script = scripted(_pair_product)
 
 
-def takes_pairs(dtype: torch.dtype, num_inputs: int) -> bool:
-    """Return whether there is a kernel for such weights here."""
-    return dtype == torch.bfloat16 and num_inputs % 2 == 0 and has_pair_products()
+def takes_pairs(weight: Tensor) -> bool:
+    """Return whether there is a kernel for products with a weight [N, K] here."""
+    return weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 == 0 and has_pair_products()
 
 
-def pair_product(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Return the product with a weight [N, K] in bf16; None if there is no kernel for it here.
+def pair_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """Return the product with a weight [N, K] that `takes_pairs` takes.
 
     A recording holds it as a whole, the packed weight included.
     """
-    if not takes_pairs(weight.dtype, weight.shape[1]):
-        return None
     packed = torch.ops.specsplit.pack_pairs(weight.contiguous())
     return bound(_script, packed, weight.new_empty(0) if bias is None else bias, len(weight))

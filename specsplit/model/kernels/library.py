@@ -30,7 +30,8 @@ from specsplit.model.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
-_SOURCES, _HEADERS = ("span_attention.cpp", "row_operators.cpp", "products.cpp"), ("vectors.h",)
+_SOURCES = ("span_attention.cpp", "row_operators.cpp", "products.cpp", "rounded_products.cpp")
+_HEADERS = ("vectors.h", "tensors.h")
 _SCHEMAS = (
     (
         "attend_spans(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor spans, Tensor tables, "
@@ -41,12 +42,17 @@ _SCHEMAS = (
     "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     "pack_pairs(Tensor weight) -> Tensor",
     "product(Tensor x, Tensor packed, Tensor bias, int num_outputs) -> Tensor",
+    "pack_bytes(Tensor codes) -> Tensor",
+    "product_bytes(Tensor x, Tensor packed, Tensor scales, Tensor bias) -> Tensor",
+    "pack_nibbles(Tensor codes) -> Tensor",
+    "product_nibbles(Tensor x, Tensor packed, Tensor scales, Tensor bias, int num_outputs) -> Tensor",
 )
 _COMPILERS = ("c++", "g++", "clang++")
 KINDS = {
     "AVX2": ("-march=x86-64-v3",),
     "AVX512": ("-march=x86-64-v4",),
-    "AVX512_BF16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "AVX512_VNNI": ("-march=x86-64-v4", "-mavx512vnni"),
+    "AVX512_BF16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
 }
 """The compiler's options for each kind of processor."""
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
@@ -99,6 +105,11 @@ def has_pair_products() -> bool:
     return _kind() == "AVX512_BF16" and bool(kernel_digest())
 
 
+def has_byte_products() -> bool:
+    """Return whether there are kernels for products with weights rounded to 8 or 4 bits."""
+    return _kind() in ("AVX512_VNNI", "AVX512_BF16") and bool(kernel_digest())
+
+
 def build(kind: str, folder: Path, *, is_for_here: bool = False) -> Path:
     """Compile them for a kind of processor into a folder, and load them first if they are for here; return the file.
 
@@ -144,7 +155,9 @@ def _kind() -> str | None:
         return None
     if capability == "AVX2" or not has >= _AVX512:
         return "AVX2"
-    return "AVX512_BF16" if "avx512_bf16" in has else "AVX512"
+    if "avx512_vnni" not in has:
+        return "AVX512"
+    return "AVX512_BF16" if "avx512_bf16" in has else "AVX512_VNNI"
 
 
 def _prefix(kind: str) -> str:

@@ -4,14 +4,7 @@
 // pair those of the 64 outputs. An output is one sum in float32, over the inputs in order, so a row has the same bits
 // among any number of rows, and whatever the threads.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <algorithm>
-#include <vector>
-
-#include "vectors.h"
+#include "tensors.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -19,8 +12,6 @@
 namespace {
 
 using namespace specsplit;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int OUTPUTS = 64;  // of a block
 constexpr int PARTS = OUTPUTS / LANES;
@@ -31,7 +22,7 @@ inline __m512bh pairs(const uint32_t* from) { return (__m512bh)_mm512_loadu_si51
 
 // Add to sums [N, OUTPUTS] the products of N rows with `count` pairs of a block.
 template <int N>
-void multiply(const uint32_t* const* rows, const uint32_t* weights, int64_t count, float* sums) {
+void multiply(const uint32_t* rows, int64_t stride, const uint32_t* weights, int64_t count, float* sums) {
   __m512 held[N][PARTS];
   for (int row = 0; row < N; ++row)
     for (int part = 0; part < PARTS; ++part) held[row][part] = _mm512_loadu_ps(sums + row * OUTPUTS + part * LANES);
@@ -39,7 +30,7 @@ void multiply(const uint32_t* const* rows, const uint32_t* weights, int64_t coun
     __m512bh of_pair[PARTS];
     for (int part = 0; part < PARTS; ++part) of_pair[part] = pairs(weights + part * LANES);
     for (int row = 0; row < N; ++row) {
-      const __m512bh inputs = (__m512bh)_mm512_set1_epi32(int(rows[row][pair]));
+      const __m512bh inputs = (__m512bh)_mm512_set1_epi32(int(rows[row * stride + pair]));
       for (int part = 0; part < PARTS; ++part) held[row][part] = _mm512_dpbf16_ps(held[row][part], of_pair[part], inputs);
     }
   }
@@ -47,21 +38,10 @@ void multiply(const uint32_t* const* rows, const uint32_t* weights, int64_t coun
     for (int part = 0; part < PARTS; ++part) _mm512_storeu_ps(sums + row * OUTPUTS + part * LANES, held[row][part]);
 }
 
-void multiply_some(int count, const uint32_t* const* rows, const uint32_t* weights, int64_t num_pairs, float* sums) {
-  switch (count) {
-    case 1: return multiply<1>(rows, weights, num_pairs, sums);
-    case 2: return multiply<2>(rows, weights, num_pairs, sums);
-    case 3: return multiply<3>(rows, weights, num_pairs, sums);
-    case 4: return multiply<4>(rows, weights, num_pairs, sums);
-    case 5: return multiply<5>(rows, weights, num_pairs, sums);
-    default: return multiply<ROWS>(rows, weights, num_pairs, sums);
-  }
-}
-
 // Return weights [N, K], K even, in blocks [N / 64, K / 2, 64, 2], with zeros behind the last output.
 Tensor pack_pairs(Tensor weight) {
   const int64_t num_outputs = weight.size(0), num_pairs = weight.size(1) / 2, stride = weight.stride(0) / 2;
-  const int64_t num_blocks = (num_outputs + OUTPUTS - 1) / OUTPUTS;
+  const int64_t num_blocks = filled(num_outputs, OUTPUTS) / OUTPUTS;
   Tensor packed = torch::stable::new_empty(weight, {num_blocks, num_pairs, OUTPUTS, 2});
   const uint32_t* from = static_cast<const uint32_t*>(weight.const_data_ptr());
   uint32_t* to = static_cast<uint32_t*>(packed.mutable_data_ptr());
@@ -83,10 +63,7 @@ Tensor product(Tensor x, Tensor packed, Tensor bias, int64_t num_outputs) {
   const int64_t num_rows = x.numel() / (2 * num_pairs);
   STD_TORCH_CHECK(!bias.numel() || bias.numel() == num_outputs, "a bias of another size");
   STD_TORCH_CHECK(!bias.numel() || bias.scalar_type() == ScalarType::BFloat16, "a bias in another format");
-  std::vector<int64_t> sizes(x.dim());
-  for (int64_t dim = 0; dim < x.dim(); ++dim) sizes[dim] = x.size(dim);
-  sizes.back() = num_outputs;
-  Tensor out = torch::stable::new_empty(x, sizes);
+  Tensor out = empty_rows(x, num_outputs);
   const uint32_t *inputs = static_cast<const uint32_t*>(x.const_data_ptr());
   const uint32_t *weights = static_cast<const uint32_t*>(packed.const_data_ptr());
   const BFloat16* biases = bias.numel() ? static_cast<const BFloat16*>(bias.const_data_ptr()) : nullptr;
@@ -98,12 +75,10 @@ Tensor product(Tensor x, Tensor packed, Tensor bias, int64_t num_outputs) {
       std::fill(sums.begin(), sums.end(), 0.0f);
       const int64_t at_once = num_rows > ROWS ? PAIRS : num_pairs;
       for (int64_t pair = 0; pair < num_pairs; pair += at_once)
-        for (int64_t row = 0; row < num_rows; row += ROWS) {
-          const uint32_t* rows[ROWS];
-          const int count = int(std::min<int64_t>(ROWS, num_rows - row));
-          for (int i = 0; i < count; ++i) rows[i] = inputs + (row + i) * num_pairs + pair;
-          multiply_some(count, rows, own + pair * OUTPUTS, std::min(at_once, num_pairs - pair), &sums[row * OUTPUTS]);
-        }
+        in_turn<ROWS>(num_rows, [&](int64_t row, auto number) {
+          const int64_t count = std::min(at_once, num_pairs - pair);
+          multiply<number>(inputs + row * num_pairs + pair, num_pairs, own + pair * OUTPUTS, count, &sums[row * OUTPUTS]);
+        });
       const int64_t first = block * OUTPUTS, count = std::min<int64_t>(OUTPUTS, num_outputs - first);
       for (int64_t row = 0; row < num_rows; ++row)
         for (int64_t i = 0; i < count; ++i)

@@ -4,22 +4,11 @@
 
 #pragma GCC optimize("fp-contract=off")
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <algorithm>
-#include <vector>
-
-#include "vectors.h"
+#include "tensors.h"
 
 namespace {
 
 using namespace specsplit;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-constexpr int64_t MOST_ALONE = 1 << 15;  // numbers that one thread computes by itself
 
 // The rows of a tensor, which are whole in memory; the other dimensions may lie in any way.
 template <typename Item>
@@ -48,35 +37,12 @@ class RowsOf {
   int64_t count = 1;
 };
 
-template <typename Function>
-void for_rows(int64_t count, int64_t size, const Function& function) {
-  torch::stable::parallel_for(0, count, std::max<int64_t>(1, MOST_ALONE / size), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) function(row);
-  });
-}
-
 inline float rounded(float value, const float*) { return value; }
 template <typename Item>
 inline float rounded(float value, const Item*) {
   Item item;
   put(&item, value);
   return number(item);
-}
-
-template <typename Function>
-void by_type(const Tensor& x, const Function& function) {
-  switch (x.scalar_type()) {
-    case ScalarType::BFloat16: return function(static_cast<BFloat16*>(nullptr));
-    case ScalarType::Half: return function(static_cast<Half*>(nullptr));
-    case ScalarType::Float: return function(static_cast<float*>(nullptr));
-    default: STD_TORCH_CHECK(false, "no format that models compute in");
-  }
-}
-
-Tensor like(const Tensor& x) {
-  std::vector<int64_t> sizes(x.dim());
-  for (int64_t dim = 0; dim < x.dim(); ++dim) sizes[dim] = x.size(dim);
-  return torch::stable::new_empty(x, sizes);
 }
 
 template <typename Item>
@@ -100,7 +66,7 @@ enum Form : int64_t { ROUNDED, WHOLE, OFFSET };
 Tensor rms_norm(Tensor x, Tensor weight, double epsilon, int64_t form) {
   STD_TORCH_CHECK(weight.scalar_type() == x.scalar_type() && weight.numel() == x.size(x.dim() - 1) && weight.stride(0) == 1,
                   "another weight");
-  Tensor out = like(x);
+  Tensor out = empty_rows(x, x.size(x.dim() - 1));
   by_type(x, [&](auto* none) {
     typedef std::remove_pointer_t<decltype(none)> Item;
     const RowsOf<Item> rows(x);
@@ -121,7 +87,7 @@ Tensor rms_norm(Tensor x, Tensor weight, double epsilon, int64_t form) {
 
 // Return x / (1 + e^-x) for x [.., D].
 Tensor silu(Tensor x) {
-  Tensor out = like(x);
+  Tensor out = empty_rows(x, x.size(x.dim() - 1));
   by_type(x, [&](auto* none) {
     typedef std::remove_pointer_t<decltype(none)> Item;
     const RowsOf<Item> rows(x);
@@ -150,7 +116,7 @@ Tensor rotate(Tensor x, Tensor cos, Tensor sin) {
   STD_TORCH_CHECK(x.size(0) == 1 && cos.size(0) == 1 && sin.size(0) == 1, "several texts");
   STD_TORCH_CHECK(sin.dim() == 4 && sin.size(1) == 1 && sin.size(2) == x.size(2) && sin.size(3) == x.size(3), "other sizes");
   STD_TORCH_CHECK(cos.scalar_type() == x.scalar_type() && sin.scalar_type() == x.scalar_type(), "other formats");
-  Tensor out = like(x);
+  Tensor out = empty_rows(x, x.size(x.dim() - 1));
   const int64_t num_tokens = x.size(2), half = x.size(3) / 2;
   by_type(x, [&](auto* none) {
     typedef std::remove_pointer_t<decltype(none)> Item;

@@ -12,10 +12,6 @@
 //
 // Legend: T tokens of the step, H KV heads, G query heads of each, S rows of a slot, D size of a key, E size of a value.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -26,14 +22,11 @@
 #include <immintrin.h>
 #endif
 
-#include "vectors.h"
+#include "tensors.h"
 
 namespace {
 
 using namespace specsplit;
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int KEYS = 32;   // keys of a block
 constexpr int ROWS = 32;   // rows that share what is read of a block
@@ -484,12 +477,9 @@ Tensor attend_spans(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Te
   Tensor out = torch::stable::new_empty(q, {1, q.size(2), q.size(1), v.size(3)});
   if (spans.size(0) == 0) return out;
   const Scale scale{float(scaling), float(softcap), sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr};
-  switch (q.scalar_type()) {
-    case ScalarType::BFloat16: attend<BFloat16>(q, k, v, keys, values, spans, tables, biases, scale, out); break;
-    case ScalarType::Half: attend<Half>(q, k, v, keys, values, spans, tables, biases, scale, out); break;
-    case ScalarType::Float: attend<float>(q, k, v, keys, values, spans, tables, biases, scale, out); break;
-    default: STD_TORCH_CHECK(false, "no format that models compute in");
-  }
+  by_type(q, [&](auto* none) {
+    attend<std::remove_pointer_t<decltype(none)>>(q, k, v, keys, values, spans, tables, biases, scale, out);
+  });
   return out;
 }
 

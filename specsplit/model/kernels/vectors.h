@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -16,7 +18,6 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(32)));
-typedef _Float16 Halves __attribute__((vector_size(32)));
 typedef uint16_t ShortPairs __attribute__((vector_size(64)));
 
 struct BFloat16 { uint16_t bits; };
@@ -35,7 +36,14 @@ inline void store(Item* to, Vector vector) { std::memcpy(to, &vector, sizeof vec
 inline void add_to(float* sums, Floats more) { store(sums, load<Floats>(sums) + more); }
 
 inline Floats floats(const float* from) { return load<Floats>(from); }
-inline Floats floats(const Half* from) { return __builtin_convertvector(load<Halves>(from), Floats); }
+inline Floats floats(const Half* from) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  const __m256 parts[] = {_mm256_cvtph_ps(load<__m128i>(from)), _mm256_cvtph_ps(load<__m128i>(from + LANES / 2))};
+  return load<Floats>(parts);
+#endif
+}
 inline Floats floats(const BFloat16* from) {
   return (Floats)(__builtin_convertvector(load<Shorts>(from), Words) << 16);
 }
