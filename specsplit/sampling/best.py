@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specsplit.core.types import SamplingParams
 from specsplit.sampling.columns import ColumnNoise
-from specsplit.sampling.cuts import cut_row, kept_ids
+from specsplit.sampling.cuts import cut_row, has_cuts, kept_ids
 from specsplit.sampling.near import kept_near
-from specsplit.sampling.rows import nth_best_bound
+from specsplit.sampling.row_kernel import best_by_kernel, has_kernel
+from specsplit.sampling.rows import as_array, nth_best_bound
 from specsplit.sampling.sparse_noise import LEAST, MOST, Floats, Indices, SparseNoise, Words, gumbel
 
 Logits = NDArray[np.float32]
@@ -33,6 +35,23 @@ _FEW = 1024
 _LOWEST = np.finfo(np.float32).min
 _SLACK = 1e-6
 """Far above what rounding does to a bound, relative to its terms."""
+
+
+def best_of_logits(
+    logits: Tensor, params: SamplingParams, noise: Noise, positions: Sequence[int], count: int
+) -> list[Best]:
+    """Return the `count` best of each row of float32 logits [N, V] on a CPU, which penalties and a bias have passed.
+
+    They are those of `best_sums` within the cuts of `params`.
+    """
+    if logits.shape[1] > _SMALL and has_kernel():
+        best = best_by_kernel(logits, params, noise, positions, count)
+        if best is not None:
+            return best
+    rows = as_array(logits)
+    if has_cuts(params, logits.shape[1]):
+        return best_within_cuts(rows, params, noise, positions, count)
+    return best_sums(rows, params.temperature, noise, positions, count)
 
 
 def best_sums(rows: Logits, temperature: float, noise: Noise, positions: Sequence[int], count: int) -> list[Best]:

@@ -57,6 +57,15 @@ class ColumnNoise:
         self._noise, self._columns = noise, columns
         self.least_high, self.bound = noise.least_high, noise.bound
 
+    @property
+    def token_ids(self) -> Indices:
+        """The token of each column, [C]."""
+        return self._columns.token_ids
+
+    def key(self, position: int) -> int:
+        """Return the state from which the hashes of a position's tokens begin, as a signed word."""
+        return self._noise.key(position)
+
     def all(self, position: int) -> Floats:
         """Return the noise of every column, [C]."""
         token_ids = self._columns.token_ids

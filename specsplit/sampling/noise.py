@@ -35,9 +35,9 @@ def gumbel_rows(
         InvalidRequest: the seed is not an unsigned 64-bit integer.
     """
     key = session_key(seed, choice)
-    row_keys = [_signed(position_key(key, first_position + row)) for row in range(num_positions)]
+    row_keys = [signed(position_key(key, first_position + row)) for row in range(num_positions)]
     starts = torch.tensor(row_keys, dtype=torch.int64, device=device).unsqueeze(1)
-    steps = torch.arange(1, vocab_size + 1, device=device).mul_(_signed(GAMMA))
+    steps = torch.arange(1, vocab_size + 1, device=device).mul_(signed(GAMMA))
     if starts.is_cuda or vocab_size <= _CACHED_ELEMENTS:
         return _gumbel(starts + steps)
     return torch.cat([_gumbel(starts + part) for part in steps.split(_CACHED_ELEMENTS)], dim=-1)
@@ -117,8 +117,8 @@ class NoiseRows:
 def _gumbel(bits: Tensor) -> Tensor:
     """Finalise SplitMix64 states and return their Gumbel values, float64; `bits` is used up."""
     scratch = torch.empty_like(bits)
-    _xor_shifted(bits, 30, scratch).mul_(_signed(MIX_1))
-    _xor_shifted(bits, 27, scratch).mul_(_signed(MIX_2))
+    _xor_shifted(bits, 30, scratch).mul_(signed(MIX_1))
+    _xor_shifted(bits, 27, scratch).mul_(signed(MIX_2))
     _xor_shifted(bits, 31, scratch)
     high_bits = _shift_right(bits, 32, scratch)
     uniform = bits.view(torch.float64).copy_(high_bits).add_(0.5).mul_(2.0**-32)
@@ -140,8 +140,8 @@ def _absorb(key: int, word: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _signed(word: int) -> int:
-    """Fold an unsigned 64-bit word into the int64 of the same bits."""
+def signed(word: int) -> int:
+    """Return the int64 of the same bits as an unsigned 64-bit word."""
     return word - (1 << 64) if word >> 63 else word
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specsplit.core.tree import depths, path_to
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
-from specsplit.sampling.best import Best, Logits, Noise, best_sums, best_within_cuts
+from specsplit.sampling.best import Best, best_of_logits
 from specsplit.sampling.columns import ColumnNoise, Columns
 from specsplit.sampling.cuts import has_cuts
 from specsplit.sampling.log_probs import token_log_probs
@@ -21,7 +21,6 @@ from specsplit.sampling.noise import NoiseRows
 from specsplit.sampling.pick import NOT_A_NUMBER, best_of_rows, picked_ids, scores
 from specsplit.sampling.processors import TokenCounts, bias_row, process_logits
 from specsplit.sampling.row_search import found_in, search_of
-from specsplit.sampling.rows import as_array
 from specsplit.sampling.shortlist import best_of_shortlists, has_shortlist
 from specsplit.sampling.sparse_noise import shared_noise
 from specsplit.sampling.verify import picks_for_walk
@@ -77,11 +76,10 @@ class Sampler:
         if noise is None or not logits.is_cpu or is_in_vain:
             return self.picks(logits, committed, levels, paths)
 
-        rows = self._as_they_are(logits)
-
         def pick_at(row: int) -> int:
-            if rows is not None:
-                ids, _ = self._noisy(rows[row : row + 1], noise, [len(committed) + levels[row]], 1)[0]
+            if self._takes_as_they_are(logits):
+                position = len(committed) + levels[row]
+                ids, _ = best_of_logits(logits[row : row + 1], self.params.sampling, noise, [position], 1)[0]
                 return ids[0] if ids else NOT_A_NUMBER
             path = None if paths is None else paths[row : row + 1]
             return self.picks(logits[row : row + 1], committed, levels[row : row + 1], path)[0]
@@ -107,24 +105,17 @@ class Sampler:
                 found = best_of_rows(logits, count)
             else:
                 positions = [len(committed) + depth for depth in depths]
-                found = self._noisy(as_array(logits), ColumnNoise(self._sparse_noise, columns), positions, count)
+                noise = ColumnNoise(self._sparse_noise, columns)
+                found = best_of_logits(logits.float(), self.params.sampling, noise, positions, count)
             return [(columns.tokens(places), values) for places, values in found]
         if columns is not None:
             logits = columns.over_vocabulary(logits)
         best = self._best_of_few(logits, committed, depths, paths, count)
         return best_of_rows(self.scores(logits, committed, depths, paths), count) if best is None else best
 
-    def _as_they_are(self, logits: Tensor) -> Logits | None:
-        """Return float32 rows on a CPU that neither penalties nor a bias change; None if they are others."""
-        is_unchanged = self._counts is None and self._bias is None and logits.dtype is torch.float32
-        return as_array(logits) if is_unchanged else None
-
-    def _noisy(self, rows: Logits, noise: Noise, positions: Sequence[int], count: int) -> list[Best]:
-        """Return the best of rows on a CPU, to which only cuts and noise are left to do."""
-        sampling = self.params.sampling
-        if self._uncut is not None:
-            return best_within_cuts(rows, sampling, noise, positions, count)
-        return best_sums(rows, sampling.temperature, noise, positions, count)
+    def _takes_as_they_are(self, logits: Tensor) -> bool:
+        """Return whether only cuts and noise are left to do for logits."""
+        return self._counts is None and self._bias is None and logits.dtype is torch.float32
 
     def _best_of_few(
         self,
@@ -140,10 +131,10 @@ class Sampler:
             return None
         positions = [len(committed) + depth for depth in depths]
         if logits.is_cpu:
-            rows = self._as_they_are(logits)
-            if rows is None:
-                rows = as_array(self._processed(logits, committed, paths, self._uncut))
-            return self._noisy(rows, noise, positions, count)
+            rows = logits
+            if not self._takes_as_they_are(logits):
+                rows = self._processed(logits, committed, paths, self._uncut)
+            return best_of_logits(rows, sampling, noise, positions, count)
         found = found_in(logits)
         best = found.noisy(sampling, noise, positions, count) if found is not None else None
         if best is None and self._uncut is not None:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from specsplit.sampling.noise import GAMMA, MIX_1, MIX_2, QUANTUM, position_key, session_key
+from specsplit.sampling.noise import GAMMA, MIX_1, MIX_2, QUANTUM, position_key, session_key, signed
 
 LEAST, MOST = -3.2, 22.9
 """Between them lies all noise: 32 bits reach from -log(33 log 2) to 33 log 2."""
@@ -47,6 +47,13 @@ class SparseNoise:
         self._length = max(1, _CHUNK // vocab_size)
         self._block = lru_cache(_FULL_BLOCKS)(partial(_full_block, self._key, self._length, vocab_size))
         self._high = lru_cache(_HIGH_ROWS)(partial(_high_row, self._key, vocab_size, self.least_high))
+
+    token_ids = None
+    """A token's place is its id."""
+
+    def key(self, position: int) -> int:
+        """Return the state from which the hashes of a position's tokens begin, as a signed word."""
+        return signed(position_key(self._key, position))
 
     def all(self, position: int) -> Floats:
         """Return the noise of every token, [V]."""

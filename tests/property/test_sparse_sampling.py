@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from specsplit.core.tree import path_to
 from specsplit.core.types import SamplingParams, SessionParams
@@ -23,41 +22,11 @@ from specsplit.sampling.processors import TokenCounts, process_logits
 from specsplit.sampling.sampler import Sampler
 from specsplit.sampling.sparse_noise import LEAST, MOST, SparseNoise, gumbel, shared_noise
 from specsplit.sampling.verify import walk
+from tests.support.logit_rows import SHAPES, logits_of
 
-Rows = NDArray[np.float32]
-SHAPES = ["normal", "whole numbers", "three levels", "level", "one far above", "few left", "most cut", "huge", "broken"]
 VOCABULARIES = [7, 300, 4096, 8193, 20_000]
 """On both sides of the size from which on noise is looked up for a few tokens."""
 TEMPERATURES = [1e-320, 1e-45, 1e-3, 0.3, 0.7, 1.0, 3.0, 100.0]
-
-
-def logits_of(shape: str, num_rows: int, vocab_size: int, seed: int) -> Rows:
-    """Return logits [N, V] of a shape at which a shortcut might fail."""
-    generator = np.random.default_rng(seed)
-    rows = generator.standard_normal((num_rows, vocab_size)).astype(np.float32)
-    rows *= np.float32(generator.choice([0.01, 1, 3, 10]))
-    any_row, any_token = generator.integers(num_rows), generator.integers(vocab_size)
-    match shape:
-        case "whole numbers":
-            rows = np.round(rows)
-        case "three levels":
-            rows = generator.integers(0, 3, rows.shape).astype(np.float32)
-        case "level":
-            rows[:] = 5
-        case "one far above":
-            rows[:, any_token] += 30
-        case "few left":
-            rows[generator.random(rows.shape) < 1 - 3 / vocab_size] = -np.inf
-        case "most cut":
-            rows[generator.random(rows.shape) < 0.95] = -np.inf
-        case "huge":
-            rows[any_row] *= np.float32(1e30)
-            rows[any_row, any_token] = np.float32(3e38)
-        case "broken":
-            rows[any_row, any_token] = generator.choice([np.nan, np.inf])
-        case _:
-            pass
-    return rows
 
 
 @given(

@@ -30,7 +30,7 @@ from specsplit.model.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
-_SOURCES = ("span_attention.cpp", "row_operators.cpp", "products.cpp", "rounded_products.cpp")
+_SOURCES = ("span_attention.cpp", "row_operators.cpp", "products.cpp", "rounded_products.cpp", "row_search.cpp")
 _HEADERS = ("vectors.h", "tensors.h")
 _SCHEMAS = (
     (
@@ -45,6 +45,10 @@ _SCHEMAS = (
     "pack_bytes(Tensor codes) -> Tensor",
     "product_bytes(Tensor x, Tensor packed, Tensor scales, Tensor bias) -> Tensor",
     "pack_nibbles(Tensor codes) -> Tensor",
+    (
+        "best_of_rows(Tensor rows, Tensor? tokens, int[] keys, int count, float temperature, int top_k, float top_p, "
+        "float min_p) -> Tensor"
+    ),
     "product_nibbles(Tensor x, Tensor packed, Tensor scales, Tensor bias, int num_outputs) -> Tensor",
 )
 _COMPILERS = ("c++", "g++", "clang++")

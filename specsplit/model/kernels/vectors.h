@@ -13,10 +13,12 @@ namespace {
 namespace specsplit {
 
 constexpr int LANES = 16;  // floats of a vector
+constexpr int WORDS = 8;   // 64-bit integers of a vector
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint64_t Longs __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(32)));
 typedef uint16_t ShortPairs __attribute__((vector_size(64)));
 
