@@ -36,6 +36,13 @@ struct Token {
   int64_t place;
 };
 
+// Tokens that cuts leave, the largest logit first; whether those behind the first `num_certain` belong to them hangs on a
+// rounding.
+struct Kept {
+  std::vector<Token> tokens;
+  size_t num_certain;
+};
+
 struct Found {
   double sum;
   int64_t place;
@@ -100,7 +107,10 @@ class Row {
     if (cuts.top_k > 0 || cuts.top_p < 1 || cuts.min_p > 0) {
       const auto kept = kept_by(cuts);
       if (!kept) return std::nullopt;
-      for (const Token& token : *kept) consider(token.place, token.logit, best);
+      for (const Token& token : kept->tokens) consider(token.place, token.logit, best);
+      for (size_t i = kept->num_certain; i < kept->tokens.size(); ++i)
+        for (const Found& found : best.found)
+          if (found.place == kept->tokens[i].place) return std::nullopt;
     } else {
       search(best);
     }
@@ -224,8 +234,8 @@ class Row {
     return tokens;
   }
 
-  // Return how many of some tokens have a share of a mass, or of their own; nothing if that hangs on a rounding.
-  std::optional<size_t> size_of(const std::vector<Token>& tokens, double share, double mass) const {
+  // Return the first of some tokens that have a share of a mass, or of their own; nothing if that takes more of them.
+  std::optional<Kept> first_of(std::vector<Token> tokens, double share, double mass) const {
     std::vector<double> sums;
     double own = 0;
     for (const Token& token : tokens) {
@@ -235,28 +245,31 @@ class Row {
     const double wanted = share * (mass > 0 ? mass : own);
     const auto first = std::lower_bound(sums.begin(), sums.end(), wanted * (1 - ROUNDING));
     const auto last = std::lower_bound(sums.begin(), sums.end(), wanted * (1 + ROUNDING));
-    if (first != last || last == sums.end()) return std::nullopt;
-    return first - sums.begin() + 1;
+    if (last == sums.end()) return std::nullopt;
+    tokens.resize(last - sums.begin() + 1);
+    return Kept{std::move(tokens), size_t(first - sums.begin() + 1)};
   }
 
   // Return what the cuts leave, nothing if that takes more than this.
-  std::optional<std::vector<Token>> kept_by(const Cuts& cuts) const {
-    std::optional<std::vector<Token>> kept;
+  std::optional<Kept> kept_by(const Cuts& cuts) const {
+    std::optional<Kept> kept;
     const float likely = cuts.min_p > 0 ? top_ + float(temperature_ * std::log(cuts.min_p)) : -NONE;
     if (cuts.top_k > 0 && cuts.top_k < size_) {
-      kept = largest(cuts.top_k);
-      if (kept && cuts.top_p < 1) {
-        const auto size = size_of(*kept, cuts.top_p, 0);
-        if (!size) return std::nullopt;
-        kept->resize(*size);
-      }
+      kept = all_of(largest(cuts.top_k));
+      if (kept && cuts.top_p < 1) kept = first_of(std::move(kept->tokens), cuts.top_p, 0);
     } else if (cuts.top_p < 1) {
       kept = nucleus(cuts.top_p);
     } else {
-      return from(cuts.min_p > 0 ? likely : -NONE);
+      kept = all_of(from(likely));
     }
-    while (kept && !kept->empty() && kept->back().logit < likely) kept->pop_back();
+    while (kept && !kept->tokens.empty() && kept->tokens.back().logit < likely) kept->tokens.pop_back();
     return kept;
+  }
+
+  static std::optional<Kept> all_of(std::optional<std::vector<Token>> tokens) {
+    if (!tokens) return std::nullopt;
+    const size_t size = tokens->size();
+    return Kept{std::move(*tokens), size};
   }
 
   // Return the `count` tokens with the largest logits, and those that equal the last of them.
@@ -270,18 +283,15 @@ class Row {
   }
 
   // Return the likeliest tokens, as few as have a share of all probability.
-  std::optional<std::vector<Token>> nucleus(double share) const {
+  std::optional<Kept> nucleus(double share) const {
     const double mass = total();
     for (const double least : {LIKELY * mass, 0.5 * (1 - share) * mass / double(size_)}) {
       const float lowest = top_ + scale_ * float(std::log(least));
       auto tokens = from(lowest);
       if (!tokens) return std::nullopt;
-      const auto size = size_of(*tokens, share, mass);
-      if (!size) continue;
+      auto kept = first_of(std::move(*tokens), share, mass);
       // What was left out may equal the last one but for a rounding.
-      if ((*tokens)[*size - 1].logit <= lowest + float(ROUNDING) * (std::fabs(top_) + std::fabs(lowest))) continue;
-      tokens->resize(*size);
-      return tokens;
+      if (kept && kept->tokens.back().logit > lowest + float(ROUNDING) * (std::fabs(top_) + std::fabs(lowest))) return kept;
     }
     return std::nullopt;
   }
