@@ -19,6 +19,9 @@ INT8_BLOCK = 512
 """Inputs of a weight in int8 are filled up to a multiple of it by FBGEMM's layout, and by no kernel of our own."""
 INT8_ROW_BYTES = 12
 """Bytes of an output's scale, zero point and sum of weights."""
+_KERNEL_OUTPUTS = 32
+"""Outputs are filled up to a multiple of it by the kernels of our own."""
+_SCALE_BYTES = 4
 _GROUPS = (64, 32)
 """Inputs that share a scale in int4, the first number that divides them."""
 _INT4_ALIGNMENT = 16
@@ -41,16 +44,24 @@ def group_size(num_outputs: int, num_inputs: int) -> int | None:
     return next((size for size in _GROUPS if num_inputs % size == 0), None)
 
 
-def rounded_bytes(form: WeightFormat, num_outputs: int, num_inputs: int, *, is_filled: bool = True) -> int:
-    """Return the bytes that a weight [N, K] takes in a format at most; one whose shape has no int4 is rounded to int8.
+def kernel_bytes(form: WeightFormat, num_outputs: int, num_inputs: int) -> int:
+    """Return the bytes that a weight [N, K] takes in a format in the layout of the kernels of our own for a CPU."""
+    outputs = -(-num_outputs // _KERNEL_OUTPUTS) * _KERNEL_OUTPUTS
+    group = group_size(num_outputs, num_inputs) if form == "int4" else None
+    if group is not None:
+        return outputs * (num_inputs // 2 + num_inputs // group * _GROUP_BYTES)
+    return outputs * num_inputs + num_outputs * _SCALE_BYTES
 
-    Without `is_filled` they are those of a layout that fills no inputs up.
+
+def rounded_bytes(form: WeightFormat, num_outputs: int, num_inputs: int) -> int:
+    """Return the bytes that a weight [N, K] takes in a format in torch's layout, mostly more than in another.
+
+    A weight whose shape has no int4 is rounded to int8.
     """
     group = group_size(num_outputs, num_inputs) if form == "int4" else None
     if group is not None:
         return num_outputs * (num_inputs // 2 + num_inputs // group * _GROUP_BYTES)
-    block = INT8_BLOCK if is_filled else 1
-    return num_outputs * (-(-num_inputs // block) * block + INT8_ROW_BYTES)
+    return num_outputs * (-(-num_inputs // INT8_BLOCK) * INT8_BLOCK + INT8_ROW_BYTES)
 
 
 def rounded_hash(weights_hash: str, form: WeightFormat | None) -> str:

@@ -77,6 +77,12 @@ def test_sums_of_the_largest_values_are_exact() -> None:
 
 
 @pytest.mark.parametrize("form", WEIGHT_FORMATS)
+def test_a_bias_may_lie_apart(form: WeightFormat) -> None:
+    bias, rows = torch.arange(64.0)[::2], torch.zeros(2, 64)
+    assert torch.equal(rounded_product(form, drawn(32, 64), bias)(rows), bias.expand(2, -1))
+
+
+@pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_inputs_next_to_zero_give_the_bias(form: WeightFormat) -> None:
     bias, rows = drawn(32, seed=2), torch.zeros(3, 64)
     rows[1], rows[2, 0] = 1e-42, 1e-20

@@ -43,16 +43,16 @@ def byte_product(codes: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
 
 
 def nibble_product(codes: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
-    """Return the product with a weight of codes [N, K] from 0 to 15, which a recording can hold.
+    """Return the product with a weight of codes [N, K] from 0 to 15 in bytes, which a recording can hold.
 
     `scales` [K / G, N, 2] are the scale and the value of code 8 of each group, in bf16; G is a multiple of 16.
     """
     num_outputs = len(codes)
-    packed = torch.ops.specsplit.pack_nibbles(codes.to(torch.uint8))
+    packed = torch.ops.specsplit.pack_nibbles(codes.contiguous())
     filled = F.pad(scales, [0, 0, 0, -num_outputs % _OUTPUTS])
     in_blocks = filled.unflatten(1, (-1, _OUTPUTS)).transpose(0, 1).contiguous()
     return bound(_nibble_script, packed, in_blocks, _floats(bias), num_outputs)
 
 
 def _floats(bias: Tensor | None) -> Tensor:
-    return bias.float() if bias is not None else torch.empty(0)
+    return bias.float().contiguous() if bias is not None else torch.empty(0, dtype=torch.float32, device="cpu")

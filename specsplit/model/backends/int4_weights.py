@@ -1,7 +1,8 @@
-"""Weights rounded to 4 bits, a scale and an offset for each group of inputs, and multiplied by torch's own kernel.
+"""Weights rounded to 4 bits, a scale and an offset for each group of inputs.
 
-Rows and results are in bf16, whatever the model is computed in. The kernel adds up an output's products in fp32, one
-input after the other, so a row has the same bits among any number of rows.
+They are multiplied by a kernel of our own (byte_products.py), or by torch's, for which rows and results are in bf16,
+whatever the model is computed in. It adds up an output's products in fp32, one input after the other, so a row has the
+same bits among any number of rows.
 
 Legend: N outputs, K inputs, R rows, G inputs of a group.
 """
@@ -56,13 +57,13 @@ def int4_product(weight: Tensor, bias: Tensor | None = None) -> Product:
     codes, scales = int4_codes(weight, group)
     if takes_codes():
         return nibble_product(codes, scales, bias)
-    return bound(_script, bias, _aten._convert_weight_to_int4pack_for_cpu(codes, 1), scales, group)
+    return bound(_script, bias, _aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1), scales, group)
 
 
 def int4_codes(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return codes [N, K] from 0 to 15, and in bf16 the scale and the value of code 8 of each group [K / G, N, 2]."""
+    """Return codes [N, K] from 0 to 15 in bytes, and each group's scale and value of code 8 [K / G, N, 2] in bf16."""
     num_outputs, num_inputs = weight.shape
-    codes = torch.empty(num_outputs, num_inputs, dtype=torch.int32, device=weight.device)
+    codes = torch.empty(num_outputs, num_inputs, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(num_inputs // group, num_outputs, 2, dtype=torch.bfloat16, device=weight.device)
     num_rows = max(1, (_PIECE if weight.device.type == "cpu" else _DEVICE_PIECE) // num_inputs)
     for start in range(0, num_outputs, num_rows):
@@ -111,7 +112,7 @@ def _as_scale(wanted: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def has_int4_products() -> bool:
-    """Return whether this machine and torch have such products."""
+    """Return whether this machine or torch has such products."""
     try:
         product = int4_product(torch.eye(32))
         return torch.allclose(product(torch.eye(32)), torch.eye(32), atol=0.1)

@@ -1,8 +1,9 @@
-"""Weights rounded to 8 bits, one scale for each output, and multiplied in integers by FBGEMM: sums without rounding.
+"""Weights rounded to 8 bits, one scale for each output, and multiplied in integers: sums without rounding.
 
-A row is taken in steps of its largest value / 8,128, so that 14 bits hold it: finer than bf16 unless a single value
-is some fifty times the others. Its two halves of 7 bits are multiplied as two rows of bytes. Integers add up to the
-same sum in any order, so a row has the same bits among any number of rows, on any number of threads.
+A kernel of our own (byte_products.py) or FBGEMM multiplies. For FBGEMM a row is taken in steps of its largest value /
+8,128, so that 14 bits hold it: finer than bf16 unless a single value is some fifty times the others. Its two halves of
+7 bits are multiplied as two rows of bytes. Integers add up to the same sum in any order, so a row has the same bits
+among any number of rows, on any number of threads.
 
 Legend: N outputs, K inputs, R rows.
 """
@@ -94,7 +95,10 @@ def int8_product(weight: Tensor, bias: Tensor | None = None) -> Product:
 
     A recording holds it as a whole, the packed weight included.
     """
-    codes, scales = int8_codes(weight)
+    return _product_with(*int8_codes(weight), bias)
+
+
+def _product_with(codes: Tensor, scales: Tensor, bias: Tensor | None) -> Product:
     if takes_codes():
         return byte_product(codes, scales, bias)
     return bound(_script, bias.float() if bias is not None else None, _packed(codes, scales))
@@ -127,14 +131,12 @@ def _packed(codes: Tensor, scales: Tensor) -> Any:
 @lru_cache(maxsize=1)
 def has_int8_products() -> bool:
     """Return whether this machine or torch has such products, with sums that are right up to the largest values."""
-    if takes_codes():
-        return True
     codes = torch.full((48, 1040), LARGEST, dtype=torch.int8)
     codes[1::2] = -LARGEST
     rows = torch.ones(3, 1040)
     rows[1], rows[2, ::2] = -1, -1
     try:
-        product = bound(_script, None, _packed(codes, torch.ones(48)))
+        product = _product_with(codes, torch.ones(48), None)
         sums = product(rows)
     except (RuntimeError, AttributeError):
         return False

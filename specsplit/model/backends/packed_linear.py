@@ -32,7 +32,7 @@ from specsplit.model.linear_calls import JoinedCalls, LinearCall, in_groups, joi
 from specsplit.model.mapped_file import MappedFiles, addresses
 from specsplit.model.memory import is_exhausted, return_freed
 from specsplit.model.threads import side_by_side
-from specsplit.model.weight_format import BITS, WeightFormat, rounded_bytes
+from specsplit.model.weight_format import BITS, WeightFormat, kernel_bytes, rounded_bytes
 
 _HINT = 8
 """Rows for which a layout is chosen; with a hint of one row its bits differ from those of more."""
@@ -296,7 +296,7 @@ def _rounded(group: Sequence[LinearCall], form: WeightFormat) -> _Made:
     of_all = rounded_product(form, weight, _joined_bias(group))
     kind = ProductKind(weight.shape[0], weight.shape[1], BITS[form])
     packed = _Packed((), _sizes(group), None, weight.shape[1], slice(0), (of_all,))
-    num_bytes = rounded_bytes(form, *weight.shape, is_filled=not takes_codes())
+    num_bytes = (kernel_bytes if takes_codes() else rounded_bytes)(form, *weight.shape)
     return _Made(packed, (), [(kind, of_all)], num_bytes)
 
 

@@ -33,4 +33,4 @@ def pair_product(weight: Tensor, bias: Tensor | None) -> Product:
     A recording holds it as a whole, the packed weight included.
     """
     packed = torch.ops.specsplit.pack_pairs(weight.contiguous())
-    return bound(_script, packed, weight.new_empty(0) if bias is None else bias, len(weight))
+    return bound(_script, packed, weight.new_empty(0) if bias is None else bias.contiguous(), len(weight))

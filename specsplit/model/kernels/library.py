@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -63,7 +64,7 @@ _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _STABLE_SINCE = "0x020b000000000000"
 """The release of torch, 2.11, whose stable interface is used: what was compiled runs with later ones, too."""
-_OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-s", f"-DTORCH_TARGET_VERSION={_STABLE_SINCE}")
+_OPTIONS = ("-O3", "-std=c++17", "-fPIC", f"-DTORCH_TARGET_VERSION={_STABLE_SINCE}")
 _TIMEOUT_S = 120
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _lock = threading.Lock()
@@ -140,16 +141,28 @@ def _compile(kind: str, made: Path) -> None:
     home = Path(torch.__file__).parent
     # Where the files lie is no part of what is compiled, whose hash is compared.
     maps = [f"-ffile-prefix-map={FOLDER}=.", f"-ffile-prefix-map={home}=."]
-    files = [*maps, f"-I{home / 'include'}", *(str(FOLDER / name) for name in _SOURCES)]
+    objects = [made.with_name(f"{name}.o") for name in _SOURCES]
+    sources = [
+        [*maps, f"-I{home / 'include'}", "-c", FOLDER / name, "-o", to]
+        for name, to in zip(_SOURCES, objects, strict=True)
+    ]
     # The library that every process that loads the result has.
-    torchs = [f"-L{home / 'lib'}", "-ltorch_cpu", "-o", str(made)]
+    link = ["-shared", "-s", *objects, f"-L{home / 'lib'}", "-ltorch_cpu", "-o", made]
     for command in commands:
-        full = [*command, *_OPTIONS, *KINDS[kind], *files, *torchs]
-        done = subprocess.run(full, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode == 0:
+        options = [*command, *_OPTIONS, *KINDS[kind]]
+        with ThreadPoolExecutor(len(_SOURCES)) as pool:
+            failed = [error for error in pool.map(_failure_of, [[*options, *rest] for rest in sources]) if error]
+        error = failed[0] if failed else _failure_of([*options, *link])
+        if not error:
             return
-        reason = f"{command[0]} fails (g++ 12 or later compiles them): {done.stderr.strip() or done.returncode}"
+        reason = f"{command[0]} fails (g++ 12 or later compiles them): {error}"
     raise RuntimeError(reason)
+
+
+def _failure_of(command: Sequence[str | Path]) -> str:
+    """Run a command, and return why it failed; "" if it did not."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    return "" if done.returncode == 0 else done.stderr.strip() or str(done.returncode)
 
 
 def _kind() -> str | None:

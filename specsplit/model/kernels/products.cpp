@@ -42,7 +42,7 @@ void multiply(const uint32_t* rows, int64_t stride, const uint32_t* weights, int
 Tensor pack_pairs(Tensor weight) {
   const int64_t num_outputs = weight.size(0), num_pairs = weight.size(1) / 2, stride = weight.stride(0) / 2;
   const int64_t num_blocks = filled(num_outputs, OUTPUTS) / OUTPUTS;
-  Tensor packed = torch::stable::new_empty(weight, {num_blocks, num_pairs, OUTPUTS, 2});
+  Tensor packed = empty(weight, {num_blocks, num_pairs, OUTPUTS, 2});
   const uint32_t* from = static_cast<const uint32_t*>(weight.const_data_ptr());
   uint32_t* to = static_cast<uint32_t*>(packed.mutable_data_ptr());
   torch::stable::parallel_for(0, num_blocks, 1, [&](int64_t begin, int64_t end) {
@@ -62,6 +62,7 @@ Tensor product(Tensor x, Tensor packed, Tensor bias, int64_t num_outputs) {
   STD_TORCH_CHECK(num_pairs > 0 && x.scalar_type() == ScalarType::BFloat16 && x.size(x.dim() - 1) == 2 * num_pairs, "other inputs");
   const int64_t num_rows = x.numel() / (2 * num_pairs);
   STD_TORCH_CHECK(!bias.numel() || bias.numel() == num_outputs, "a bias of another size");
+  STD_TORCH_CHECK(bias.is_contiguous() && packed.is_contiguous(), "weights that lie apart");
   STD_TORCH_CHECK(!bias.numel() || bias.scalar_type() == ScalarType::BFloat16, "a bias in another format");
   Tensor out = empty_rows(x, num_outputs);
   const uint32_t *inputs = static_cast<const uint32_t*>(x.const_data_ptr());

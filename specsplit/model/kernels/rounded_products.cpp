@@ -23,6 +23,7 @@ using namespace specsplit;
 constexpr int OUTPUTS = 32;  // of a block
 constexpr int PARTS = OUTPUTS / LANES;
 constexpr int FOUR = 4;                         // inputs that are multiplied together
+constexpr int64_t MOST_INPUTS = 1 << 16;        // whose sums 32 bits hold
 constexpr int CENTRE = 128;                     // what the bytes of 8-bit weights stand above
 constexpr int NIBBLE_CENTRE = 8;                // the same in 4 bits
 constexpr float MOST_16 = 32639, MOST_8 = 127;  // largest whole numbers of a row; the upper byte of the first is 127
@@ -117,12 +118,12 @@ void multiply_bytes(const WideRows& rows, int64_t first, const uint8_t* weights,
 struct NarrowRows {
   const int64_t num_groups, group, size;
   std::vector<int8_t> inputs;
-  std::vector<float> steps, shares;  // [rows, groups]: of a group, and its total in them
+  std::vector<float> steps;  // [rows, groups]
   std::vector<int32_t> totals;
 
   NarrowRows(int64_t count, int64_t num_inputs, int64_t num_groups)
       : num_groups(num_groups), group(num_inputs / num_groups), size(num_inputs), inputs(count * size),
-        steps(count * num_groups), shares(count * num_groups), totals(count * num_groups) {}
+        steps(count * num_groups), totals(count * num_groups) {}
 
   template <typename Item>
   void take(const Item* from, int64_t row) {
@@ -136,7 +137,6 @@ struct NarrowRows {
         total = _mm512_add_epi32(total, whole);
       });
       totals[own] = _mm512_reduce_add_epi32(total);
-      shares[own] = float(totals[own]) * steps[own];
     }
   }
 };
@@ -180,10 +180,11 @@ void multiply_nibbles(const NarrowRows& rows, int64_t first, const uint8_t* code
       for (int row = 0; row < N; ++row) {
         const int64_t own = (first + row) * rows.num_groups + i, place = row * OUTPUTS + part * LANES;
         const __m512i centre = _mm512_set1_epi32(NIBBLE_CENTRE * rows.totals[own]);
+        const __m512 step = _mm512_set1_ps(rows.steps[own]), total = _mm512_set1_ps(float(rows.totals[own]));
         const __m512 whole = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(of_group + place), centre));
         __m512 sum = _mm512_loadu_ps(sums + place);
-        sum = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_set1_ps(rows.steps[own])), whole, sum);
-        _mm512_storeu_ps(sums + place, _mm512_fmadd_ps(middle, _mm512_set1_ps(rows.shares[own]), sum));
+        sum = _mm512_fmadd_ps(_mm512_mul_ps(scale, step), whole, sum);
+        _mm512_storeu_ps(sums + place, _mm512_fmadd_ps(_mm512_mul_ps(middle, step), total, sum));
       }
     }
   }
@@ -193,8 +194,8 @@ void multiply_nibbles(const NarrowRows& rows, int64_t first, const uint8_t* code
 Tensor pack_bytes(Tensor codes) {
   const int64_t num_outputs = codes.size(0), num_inputs = codes.size(1), num_fours = filled(num_inputs, FOUR) / FOUR;
   const int64_t num_blocks = filled(num_outputs, OUTPUTS) / OUTPUTS;
-  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Char && codes.is_contiguous(), "other codes");
-  Tensor packed = torch::stable::new_empty(codes, {num_blocks, num_fours, OUTPUTS, FOUR});
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Char && codes.is_contiguous() && num_inputs > 0, "other codes");
+  Tensor packed = empty(codes, {num_blocks, num_fours, OUTPUTS, FOUR});
   const int8_t* from = static_cast<const int8_t*>(codes.const_data_ptr());
   uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
   for_rows(num_blocks, num_inputs * OUTPUTS, [&](int64_t block) {
@@ -213,8 +214,8 @@ Tensor pack_nibbles(Tensor codes) {
   const int64_t num_outputs = codes.size(0), num_inputs = codes.size(1);
   const int64_t num_blocks = filled(num_outputs, OUTPUTS) / OUTPUTS, num_eights = num_inputs / (2 * FOUR);
   STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.is_contiguous(), "other codes");
-  STD_TORCH_CHECK(num_inputs % (2 * FOUR) == 0, "inputs that are no eights");
-  Tensor packed = torch::stable::new_empty(codes, {num_blocks, num_eights, OUTPUTS, FOUR});
+  STD_TORCH_CHECK(num_inputs > 0 && num_inputs % (2 * FOUR) == 0, "inputs that are no eights");
+  Tensor packed = empty(codes, {num_blocks, num_eights, OUTPUTS, FOUR});
   const uint8_t* from = static_cast<const uint8_t*>(codes.const_data_ptr());
   uint8_t* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
   for_rows(num_blocks, num_inputs * OUTPUTS, [&](int64_t block) {
@@ -229,16 +230,21 @@ Tensor pack_nibbles(Tensor codes) {
   return packed;
 }
 
-void check(const Tensor& x, const Tensor& packed, const Tensor& bias, int64_t num_outputs) {
-  STD_TORCH_CHECK(x.is_contiguous() && packed.size(0) == filled(num_outputs, OUTPUTS) / OUTPUTS, "other outputs");
-  STD_TORCH_CHECK(!bias.numel() || (bias.numel() == num_outputs && bias.scalar_type() == ScalarType::Float), "another bias");
+// Check what both products take.
+void check(const Tensor& x, const Tensor& packed, const Tensor& bias, int64_t num_outputs, int64_t num_inputs) {
+  const int64_t num_blocks = filled(num_outputs, OUTPUTS) / OUTPUTS;
+  STD_TORCH_CHECK(x.is_contiguous() && num_inputs > 0 && num_inputs <= MOST_INPUTS, "other inputs");
+  STD_TORCH_CHECK(packed.is_contiguous() && packed.numel() == num_blocks * packed.size(1) * OUTPUTS * FOUR, "other weights");
+  STD_TORCH_CHECK(!bias.numel() || bias.numel() == num_outputs, "another bias");
+  STD_TORCH_CHECK(bias.is_contiguous() && bias.scalar_type() == ScalarType::Float, "a bias in another format");
 }
 
 // Return the product [.., N] of rows [.., K] with bytes, scales [N], and a bias [N] or an empty one.
 Tensor product_bytes(Tensor x, Tensor packed, Tensor scales, Tensor bias) {
-  const int64_t num_inputs = x.size(x.dim() - 1), num_rows = x.numel() / num_inputs, num_outputs = scales.numel();
-  const int64_t num_fours = packed.size(1);
-  check(x, packed, bias, num_outputs);
+  const int64_t num_inputs = x.size(x.dim() - 1), num_outputs = scales.numel(), num_fours = packed.size(1);
+  check(x, packed, bias, num_outputs, num_inputs);
+  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Float && scales.is_contiguous(), "other scales");
+  const int64_t num_rows = x.numel() / num_inputs;
   STD_TORCH_CHECK(num_inputs <= num_fours * FOUR && num_inputs > (num_fours - 1) * FOUR, "other inputs");
   Tensor out = empty_rows(x, num_outputs);
   const uint8_t* weights = static_cast<const uint8_t*>(packed.const_data_ptr());
@@ -272,10 +278,12 @@ Tensor product_bytes(Tensor x, Tensor packed, Tensor scales, Tensor bias) {
 // Return the product [.., N] of rows [.., K] with codes of 4 bits, a bias [N] or an empty one, and for each group of inputs
 // the scale and the middle of its codes, scales [N / 32, groups, 32, 2].
 Tensor product_nibbles(Tensor x, Tensor packed, Tensor scales, Tensor bias, int64_t num_outputs) {
-  const int64_t num_inputs = x.size(x.dim() - 1), num_rows = x.numel() / num_inputs, num_groups = scales.size(1);
-  check(x, packed, bias, num_outputs);
-  STD_TORCH_CHECK(num_inputs == packed.size(1) * 2 * FOUR && num_inputs % (num_groups * LANES) == 0, "other inputs");
+  const int64_t num_inputs = x.size(x.dim() - 1), num_groups = scales.size(1);
+  check(x, packed, bias, num_outputs, num_inputs);
   STD_TORCH_CHECK(scales.scalar_type() == ScalarType::BFloat16 && scales.is_contiguous(), "other scales");
+  STD_TORCH_CHECK(num_groups > 0 && scales.numel() == packed.size(0) * num_groups * OUTPUTS * 2, "other groups");
+  STD_TORCH_CHECK(num_inputs == packed.size(1) * 2 * FOUR && num_inputs % (num_groups * LANES) == 0, "other inputs");
+  const int64_t num_rows = x.numel() / num_inputs;
   Tensor out = empty_rows(x, num_outputs);
   const uint8_t* codes = static_cast<const uint8_t*>(packed.const_data_ptr());
   const uint32_t* of_groups = static_cast<const uint32_t*>(scales.const_data_ptr());

@@ -314,7 +314,7 @@ Tensor best_of_rows(Tensor rows, std::optional<Tensor> tokens, std::vector<int64
   STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Float && rows.is_contiguous() && size > 0, "other rows");
   STD_TORCH_CHECK(int64_t(keys.size()) == num_rows, "other keys");
   STD_TORCH_CHECK(!tokens || (tokens->numel() == size && tokens->scalar_type() == ScalarType::Long), "other tokens");
-  Tensor out = torch::stable::new_empty(rows, {num_rows, width}, ScalarType::Double);
+  Tensor out = empty(rows, {num_rows, width}, ScalarType::Double);
   const float* logits = static_cast<const float*>(rows.const_data_ptr());
   const int64_t* of_places = tokens ? static_cast<const int64_t*>(tokens->const_data_ptr()) : nullptr;
   double* to = static_cast<double*>(out.mutable_data_ptr());

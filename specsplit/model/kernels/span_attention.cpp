@@ -474,7 +474,7 @@ Tensor attend_spans(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Te
   for (const Tensor& each : {k, v, keys, values, biases})
     STD_TORCH_CHECK(each.scalar_type() == q.scalar_type(), "tensors of several formats");
   STD_TORCH_CHECK(!sinks || sinks->scalar_type() == ScalarType::Float, "sinks in another format");
-  Tensor out = torch::stable::new_empty(q, {1, q.size(2), q.size(1), v.size(3)});
+  Tensor out = empty(q, {1, q.size(2), q.size(1), v.size(3)});
   if (spans.size(0) == 0) return out;
   const Scale scale{float(scaling), float(softcap), sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr};
   by_type(q, [&](auto* none) {

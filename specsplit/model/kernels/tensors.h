@@ -7,6 +7,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <new>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -50,12 +52,21 @@ void by_type(const Tensor& x, const Function& function) {
   }
 }
 
+// Return an empty tensor of some sizes, like another one. Nothing but memory can be missing, and torch would not say so.
+inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, std::optional<ScalarType> type = std::nullopt) {
+  try {
+    return torch::stable::new_empty(like, sizes, type);
+  } catch (const std::exception&) {
+    throw std::bad_alloc();
+  }
+}
+
 // Return an empty tensor for rows of `size` numbers in place of those of another tensor.
 inline Tensor empty_rows(const Tensor& x, int64_t size) {
   std::vector<int64_t> sizes(x.dim());
   for (int64_t dim = 0; dim < x.dim(); ++dim) sizes[dim] = x.size(dim);
   sizes.back() = size;
-  return torch::stable::new_empty(x, sizes);
+  return empty(x, sizes);
 }
 
 }  // namespace specsplit
