@@ -29,7 +29,7 @@ _FEW_TOKENS = 64
 _WRAPPED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("noise", SparseNoise, ("high", "all", "one", "hashes")),
     ("noise", best, ("gumbel",)),
-    ("scores and picks", sampler, ("best_sums", "best_within_cuts", "best_of_rows", "picked_ids")),
+    ("scores and picks", sampler, ("best_of_logits", "best_of_rows", "picked_ids")),
     ("scores and picks", draft_engine, ("candidate_estimates", "estimates_of")),
     ("top-p", processors, ("cut",)),
     ("top-p", best, ("kept_near", "kept_ids", "cut_row")),
