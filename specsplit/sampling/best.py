@@ -37,19 +37,28 @@ _SLACK = 1e-6
 """Far above what rounding does to a bound, relative to its terms."""
 
 
+def rows_to_search(logits: Tensor) -> Tensor | Logits:
+    """Return logits as `best_of_logits` takes rows of them without delay: an array, unless a kernel searches them."""
+    return logits if _is_for_kernel(logits) else as_array(logits)
+
+
+def _is_for_kernel(logits: Tensor) -> bool:
+    return logits.shape[1] > _SMALL and has_kernel()
+
+
 def best_of_logits(
-    logits: Tensor, params: SamplingParams, noise: Noise, positions: Sequence[int], count: int
+    logits: Tensor | Logits, params: SamplingParams, noise: Noise, positions: Sequence[int], count: int
 ) -> list[Best]:
     """Return the `count` best of each row of float32 logits [N, V] on a CPU, which penalties and a bias have passed.
 
     They are those of `best_sums` within the cuts of `params`.
     """
-    if logits.shape[1] > _SMALL and has_kernel():
+    if isinstance(logits, Tensor) and _is_for_kernel(logits):
         best = best_by_kernel(logits, params, noise, positions, count)
         if best is not None:
             return best
-    rows = as_array(logits)
-    if has_cuts(params, logits.shape[1]):
+    rows = as_array(logits) if isinstance(logits, Tensor) else logits
+    if has_cuts(params, rows.shape[1]):
         return best_within_cuts(rows, params, noise, positions, count)
     return best_sums(rows, params.temperature, noise, positions, count)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specsplit.core.tree import depths, path_to
 from specsplit.core.types import SamplingParams, SessionParams, TokenLogProb
-from specsplit.sampling.best import Best, best_of_logits
+from specsplit.sampling.best import Best, best_of_logits, rows_to_search
 from specsplit.sampling.columns import ColumnNoise, Columns
 from specsplit.sampling.cuts import has_cuts
 from specsplit.sampling.log_probs import token_log_probs
@@ -76,10 +76,12 @@ class Sampler:
         if noise is None or not logits.is_cpu or is_in_vain:
             return self.picks(logits, committed, levels, paths)
 
+        rows = rows_to_search(logits) if self._takes_as_they_are(logits) else None
+
         def pick_at(row: int) -> int:
-            if self._takes_as_they_are(logits):
+            if rows is not None:
                 position = len(committed) + levels[row]
-                ids, _ = best_of_logits(logits[row : row + 1], self.params.sampling, noise, [position], 1)[0]
+                ids, _ = best_of_logits(rows[row : row + 1], self.params.sampling, noise, [position], 1)[0]
                 return ids[0] if ids else NOT_A_NUMBER
             path = None if paths is None else paths[row : row + 1]
             return self.picks(logits[row : row + 1], committed, levels[row : row + 1], path)[0]

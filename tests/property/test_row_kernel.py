@@ -55,6 +55,17 @@ def test_the_best_are_those_of_the_full_computation(
     assert torch.equal(rows.nan_to_num(), before.nan_to_num())
 
 
+@pytest.mark.parametrize("temperature", [1e-17, 1e-16, 1e-12])
+def test_far_below_the_top_sums_tie_as_they_do_elsewhere(temperature: float) -> None:
+    """There a sum has no digits left for the noise, and of equal sums the lower id is better."""
+    rows = torch.zeros(1, 8193)
+    rows[0, -300] = 1
+    for seed in range(120):
+        noise = gumbel_rows(seed, 0, 5, 1, 8193)
+        found = best_of_logits(rows, SamplingParams(temperature=temperature), SparseNoise(seed, 0, 8193), [5], 3)
+        assert found == list(best_of_rows(scores(rows, temperature, noise), 3)), seed
+
+
 @pytest.mark.parametrize("cuts", CUTS)
 def test_rows_as_models_write_them_need_no_other_way(cuts: dict[str, float]) -> None:
     rows = 4 * torch.randn(4, 151_936, generator=torch.Generator().manual_seed(5))

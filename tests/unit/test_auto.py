@@ -6,11 +6,12 @@ Times are those that the workers claim and take: no machine's. Fakes guess at kn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -101,8 +102,14 @@ def tokens_per_s(shape: tuple[Mode, int | None, int | None], draft: Draft, round
     return result.timings.tokens_per_s
 
 
-@pytest.mark.parametrize("round_trip_s", [0.0, 0.04], ids=["here", "far"])
-@pytest.mark.parametrize("name", DRAFTS)
+def each_at_one_place() -> Iterator[Any]:
+    """Yield all drafts here and far away; `make test` has each of them at one of the two places."""
+    for place, (name, (where, round_trip_s)) in enumerate(product(DRAFTS, {"here": 0.0, "far": 0.04}.items())):
+        marks = [pytest.mark.slow] if place % 4 in (1, 2) else []
+        yield pytest.param(name, round_trip_s, id=f"{name}-{where}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "round_trip_s"), each_at_one_place())
 def test_auto_is_near_the_best_mode_and_never_below_plain_decoding(name: str, round_trip_s: float):
     """Of one text chance decides between modes that are about equally fast, so the mean of four is judged."""
     draft, of_best = DRAFTS[name], list[float]()

@@ -66,6 +66,8 @@ _STABLE_SINCE = "0x020b000000000000"
 """The release of torch, 2.11, whose stable interface is used: what was compiled runs with later ones, too."""
 _OPTIONS = ("-O3", "-std=c++17", "-fPIC", f"-DTORCH_TARGET_VERSION={_STABLE_SINCE}")
 _TIMEOUT_S = 120
+_AT_ONCE = 2
+"""Sources that are compiled side by side; each takes a third of a gigabyte."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _lock = threading.Lock()
 _library = torch.library.Library("specsplit", "FRAGMENT")
@@ -150,7 +152,7 @@ def _compile(kind: str, made: Path) -> None:
     link = ["-shared", "-s", *objects, f"-L{home / 'lib'}", "-ltorch_cpu", "-o", made]
     for command in commands:
         options = [*command, *_OPTIONS, *KINDS[kind]]
-        with ThreadPoolExecutor(len(_SOURCES)) as pool:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
             failed = [error for error in pool.map(_failure_of, [[*options, *rest] for rest in sources]) if error]
         error = failed[0] if failed else _failure_of([*options, *link])
         if not error:

@@ -56,6 +56,9 @@ struct Best {
   double floor;  // the least sum of one of the best, as far as it is known
   std::vector<Found> found = {};
 
+  // Return more than rounding does to a sum near the floor, and to a bound of its noise.
+  double slack() const { return SLACK + (std::isfinite(floor) ? 1e-15 * std::fabs(floor) : 0.0); }
+
   void add(const Found& one) {
     found.insert(std::lower_bound(found.begin(), found.end(), one), one);
     if (found.size() > count) found.pop_back();
@@ -104,7 +107,7 @@ class Row {
   std::optional<std::vector<Found>> best(int64_t count, const Cuts& cuts) {
     Best best{size_t(count), -NONE};
     if (!std::isfinite(top_)) return best.found;
-    if (cuts.top_k > 0 || cuts.top_p < 1 || cuts.min_p > 0) {
+    if ((cuts.top_k > 0 && cuts.top_k < size_) || cuts.top_p < 1 || cuts.min_p > 0) {
       const auto kept = kept_by(cuts);
       if (!kept) return std::nullopt;
       for (const Token& token : kept->tokens) consider(token.place, token.logit, best);
@@ -151,11 +154,11 @@ class Row {
   // Take a token in if it is among the best.
   void consider(int64_t place, float logit, Best& best) const {
     const double own = nats(logit);
-    if (!(own + MOST >= best.floor) || !std::isfinite(own)) return;
+    if (!(own + MOST + best.slack() >= best.floor) || !std::isfinite(own)) return;
     uint64_t hash = mixed(key_ + (uint64_t(tokens_ ? tokens_[place] : place) + 1) * GAMMA);
     hash ^= hash >> 31;
     const uint32_t zeros = ~uint32_t(hash >> 32);
-    if (own + ((zeros ? __builtin_clz(zeros) : 32) + 1) * OF_ONE + SLACK < best.floor) return;
+    if (own + ((zeros ? __builtin_clz(zeros) : 32) + 1) * OF_ONE + best.slack() < best.floor) return;
     best.add({own + noise_of(hash), place});
   }
 
@@ -187,8 +190,8 @@ class Row {
 
   void search_block(size_t block, Best& best) const {
     const double missing = best.floor - nats(maxima_[block]);
-    if (missing > MOST || maxima_[block] == -NONE) return;
-    const int num_ones = int(std::min(31.0, std::max(0.0, std::ceil((missing - SLACK) / OF_ONE) - 1)));
+    if (missing - best.slack() > MOST || maxima_[block] == -NONE) return;
+    const int num_ones = int(std::min(31.0, std::max(0.0, std::ceil((missing - best.slack()) / OF_ONE) - 1)));
     const uint64_t least = num_ones > 0 ? ~uint64_t(0) << (64 - num_ones) : 0;  // of a hash of one of the best
     int64_t i = block * BLOCK;
     for (; i + WORDS <= end_of(block); i += WORDS) {
@@ -312,8 +315,8 @@ Tensor best_of_rows(Tensor rows, std::optional<Tensor> tokens, std::vector<int64
                     int64_t top_k, double top_p, double min_p) {
   const int64_t num_rows = rows.size(0), size = rows.size(1), width = 1 + 2 * count;
   STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Float && rows.is_contiguous() && size > 0, "other rows");
-  STD_TORCH_CHECK(int64_t(keys.size()) == num_rows, "other keys");
-  STD_TORCH_CHECK(!tokens || (tokens->numel() == size && tokens->scalar_type() == ScalarType::Long), "other tokens");
+  STD_TORCH_CHECK(int64_t(keys.size()) == num_rows && count > 0, "other keys");
+  STD_TORCH_CHECK(!tokens || (tokens->numel() == size && tokens->is_contiguous() && tokens->scalar_type() == ScalarType::Long), "other tokens");
   Tensor out = empty(rows, {num_rows, width}, ScalarType::Double);
   const float* logits = static_cast<const float*>(rows.const_data_ptr());
   const int64_t* of_places = tokens ? static_cast<const int64_t*>(tokens->const_data_ptr()) : nullptr;
