@@ -18,14 +18,12 @@ from specsplit.core.types import SamplingParams
 from specsplit.sampling.columns import ColumnNoise
 from specsplit.sampling.cuts import cut_row, has_cuts, kept_ids
 from specsplit.sampling.near import kept_near
-from specsplit.sampling.row_kernel import best_by_kernel, has_kernel
+from specsplit.sampling.row_kernel import Best, best_by_kernel, has_kernel
 from specsplit.sampling.rows import as_array, nth_best_bound
 from specsplit.sampling.sparse_noise import LEAST, MOST, Floats, Indices, SparseNoise, Words, gumbel
 
 Logits = NDArray[np.float32]
 Noise = SparseNoise | ColumnNoise
-Best = tuple[list[int], list[float]]
-"""Token ids, the best first, and their scores."""
 _SMALL = 8192
 """Up to this vocabulary the noise of all tokens costs less than finding those that matter."""
 _POOL_SHARE = 8

@@ -46,11 +46,11 @@ _SCHEMAS = (
     "pack_bytes(Tensor codes) -> Tensor",
     "product_bytes(Tensor x, Tensor packed, Tensor scales, Tensor bias) -> Tensor",
     "pack_nibbles(Tensor codes) -> Tensor",
+    "product_nibbles(Tensor x, Tensor packed, Tensor scales, Tensor bias, int num_outputs) -> Tensor",
     (
         "best_of_rows(Tensor rows, Tensor? tokens, int[] keys, int count, float temperature, int top_k, float top_p, "
         "float min_p) -> Tensor"
     ),
-    "product_nibbles(Tensor x, Tensor packed, Tensor scales, Tensor bias, int num_outputs) -> Tensor",
 )
 _COMPILERS = ("c++", "g++", "clang++")
 KINDS = {
